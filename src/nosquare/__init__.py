@@ -1,0 +1,51 @@
+"""nosquare: exact softmax attention without the square."""
+
+from .api import attention, attention_state, attention_varlen, explain
+from .bound import visible
+from .dropout import Dropout, dropout_keep
+from .errors import ArgumentError, NosquareError, UnsupportedError
+from .mask import (
+    BlockSparse,
+    Causal,
+    Dense,
+    Documents,
+    Full,
+    Lengths,
+    Mask,
+    Prefix,
+    Window,
+    parse,
+)
+from .receipt import Receipt, receipts
+from .state import State, merge
+from .weights import weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BlockSparse",
+    "Causal",
+    "Dense",
+    "Documents",
+    "Dropout",
+    "Full",
+    "Lengths",
+    "Mask",
+    "NosquareError",
+    "Prefix",
+    "Receipt",
+    "State",
+    "UnsupportedError",
+    "Window",
+    "attention",
+    "attention_state",
+    "attention_varlen",
+    "dropout_keep",
+    "explain",
+    "merge",
+    "parse",
+    "receipts",
+    "visible",
+    "weights",
+]

@@ -1,0 +1,313 @@
+"""Forward and backward in tiles of plain torch operations.
+
+For a tile of queries, over its tiles of keys (online softmax: Milakov and Gimelshein 2018; tiles:
+Rabe and Staats 2021, Dao et al. 2022):
+
+    m' = max(m, rowmax s)     alpha = exp(m - m')     p = exp(s - m')
+    l  = alpha l + rowsum p   u     = alpha u + p v                          o = u / l, lse = m + ln l
+
+Backward recomputes p = exp(s - lse) tile by tile, with delta = rowsum(do * o) - dlse:
+
+    dv += p^T do    dp = do v^T    ds = p * (dp - delta)    dq += ds k    dk += ds^T q    dbias += ds
+
+The group of query heads that shares a key head becomes rows, so k and v are read once a group. Products
+and state are float32 (float64 for float64). m is in natural units here: a bias of finfo.min must stay
+finite, and times log2(e) it would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import score
+from ...bound import Rectangle, cut
+from ...dropout import keep_tile, realised_rate, row_keys
+from ...problem import Inputs, Problem
+from ...receipt import Ran
+from ...state import finish
+from .. import Grads
+from .layout import Work, bytes_of, gradients, heads_first, ieee_float32, outputs, pieces
+from .plan import Plan
+
+MINUS_INF = float("-inf")
+
+
+class Tile(NamedTuple):
+    """One tile of queries, all of `where.b` and of the heads of `where.h`, against all keys.
+
+    key_heads  the slice of key heads that where.h (query heads) belongs to
+    q          (R, G * m, D) scaled, R = batch entries * key heads
+    shape      (b, h, G, m): R = b * h
+    drop       the two dropout keys of each row, (b, h * G, m), or None
+    """
+
+    where: Rectangle
+    key_heads: slice
+    q: Tensor
+    shape: tuple[int, int, int, int]
+    drop: tuple[Tensor, Tensor] | None
+
+
+def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o, lse and what ran; see the module's equations. The plan is remade for each packed sequence."""
+    o, lse = outputs(problem)
+    by_head, lse_rows = heads_first(problem, o), lse.unsqueeze(-1)
+    workspace = 0
+    copies: tuple[str, ...] = ()
+    with ieee_float32(problem.device):
+        for work in pieces(problem, plan, x):
+            (scratch,) = work.scratch(1)
+            workspace, copies = max(workspace, bytes_of([scratch])), work.copies or copies
+            for tile in _query_tiles(work):
+                out, log = _forward_tile(work, tile, scratch)
+                work.rows(by_head, tile.where).copy_(out)
+                work.rows(lse_rows, tile.where).copy_(log)
+    return o, lse, Ran(("torch tiles",), workspace, copies)
+
+
+def _forward_tile(work: Work, tile: Tile, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """o (b, h * G, m, E) and lse (b, h * G, m, 1) of a tile of queries."""
+    b, h, g, m = tile.shape
+    r = b * h
+    u = tile.q.new_zeros(r, g * m, work.problem.E)
+    if work.sinks is None:
+        top = tile.q.new_full((r, g * m, 1), MINUS_INF)
+        total = tile.q.new_zeros(r, g * m, 1)
+    else:  # the sink is a key seen before all others, with value zero
+        sink = cut(work.sinks, tile.where).expand(b, h * g, m, 1)
+        top = sink.reshape(r, g * m, 1).to(tile.q.dtype)
+        total = torch.ones_like(top)
+    for j, keep in _key_tiles(work, tile):
+        s, _ = _scores(work, tile, j, keep, scratch)
+        v = _values(work, tile, j, keep)
+        new = torch.maximum(top, s.amax(-1, keepdim=True))
+        reference = new.masked_fill(new == MINUS_INF, 0)  # keeps -inf - -inf out
+        s.sub_(reference).exp_()
+        alpha = (top - reference).exp_()
+        total.mul_(alpha).add_(s.sum(-1, keepdim=True))
+        if tile.drop is not None:
+            s.view(b, h * g, m, -1).masked_fill_(~_kept(work, tile, j), 0)
+        u.mul_(alpha).baddbmm_(s, v)
+        top = new
+    kept = 1 - realised_rate(work.problem.p)
+    o, lse = finish(u, top, total, kept)
+    return o.view(b, h * g, m, -1), lse.view(b, h * g, m, 1)
+
+
+def backward(
+    problem: Problem,
+    plan: Plan,
+    x: Inputs,
+    saved: tuple[Tensor, Tensor],
+    cotangents: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Ran]:
+    """Gradients of q, k, v, bias, sinks (None where problem.grads does not want them), and what ran."""
+    grads = gradients(problem, x)
+    workspace, widest = bytes_of(t for t in grads.sums[1:] if t is not None), 0
+    copies: tuple[str, ...] = ()
+    o, lse = saved
+    do, dlse = cotangents
+    facts = (
+        heads_first(problem, o),
+        lse.unsqueeze(-1),
+        None if do is None else heads_first(problem, do),
+        None if dlse is None else dlse.unsqueeze(-1),
+    )
+    with ieee_float32(problem.device):
+        for work in pieces(problem, plan, x):
+            scratch = work.scratch(2)
+            widest, copies = max(widest, bytes_of(scratch)), work.copies
+            sums = grads.of(work)
+            for tile in _query_tiles(work):
+                rows = _row_facts(work, tile, *facts)
+                _backward_tile(work, tile, scratch, rows, sums)
+    return grads.finish(), Ran(("torch tiles backward",), workspace + widest, copies)
+
+
+class _Rows(NamedTuple):
+    """What backward knows of a tile's rows, each (R, G * m, width): do, lse, delta."""
+
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+def _row_facts(
+    work: Work, tile: Tile, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> _Rows:
+    b, h, g, m = tile.shape
+    dtype = tile.q.dtype
+
+    def rows(t: Tensor) -> Tensor:
+        return work.rows(t, tile.where).to(dtype).reshape(b * h, g * m, -1)
+
+    o, lse = rows(o), rows(lse)
+    do = torch.zeros_like(o) if do is None else rows(do)
+    delta = (do * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - rows(dlse)
+    return _Rows(do, lse.masked_fill(lse == MINUS_INF, 0), delta)
+
+
+def _backward_tile(
+    work: Work, tile: Tile, scratch: list[Tensor], rows: _Rows, sums: list[Tensor | None]
+) -> None:
+    b, h, g, m = tile.shape
+    r = b * h
+    dq, dk, dv, dbias, dsinks = sums
+    acc = torch.zeros_like(tile.q)
+    kept = 1 - realised_rate(work.problem.p)
+    for j, keep in _key_tiles(work, tile):
+        n = j.stop - j.start
+        s, slope = _scores(work, tile, j, keep, scratch[0], slope=True)
+        p = s.sub_(rows.lse).exp_()
+        q, do = tile.q, rows.do
+        if isinstance(keep, Tensor):
+            # rows that see nothing here may hold anything: 0 * NaN must not enter dk and dv
+            blind = ~keep.any(-1, keepdim=True)
+            blind = _grouped(blind, tile).expand(b, h, g, m, 1).reshape(r, g * m, 1)
+            q, do = q.masked_fill(blind, 0), do.masked_fill(blind, 0)
+        k, v = work.keys(tile, j), _values(work, tile, j, keep)
+        dp = scratch[1][: p.numel()].view_as(p)
+        torch.bmm(do, v.transpose(1, 2), out=dp)
+        if tile.drop is not None:
+            lost = ~_kept(work, tile, j)
+            dp.view(b, h * g, m, n).masked_fill_(lost, 0)
+            dp.div_(kept)
+        dp.sub_(rows.delta).mul_(p)  # ds, as yet without softcap's slope
+        if isinstance(keep, Tensor):
+            dp.view(b, h, g, m, n).masked_fill_(~_grouped(keep, tile), 0)
+            k = k.masked_fill(_unseen(keep, tile), 0)
+        if dv is not None:
+            if tile.drop is not None:
+                p.view(b, h * g, m, n).masked_fill_(lost, 0)
+                p.div_(kept)
+            _key_rows(dv, tile, j).baddbmm_(p.transpose(1, 2), do)
+        if dbias is not None:
+            part = _grouped(cut(dbias, tile.where._replace(j=j)), tile)
+            part.add_(score.sum_to(dp.view(b, h, g, m, n), part.shape))
+        if slope is not None:
+            dp.mul_(slope)
+        if dq is not None:
+            acc.baddbmm_(dp, k)
+        if dk is not None:
+            _key_rows(dk, tile, j).baddbmm_(dp.transpose(1, 2), q)
+    if dq is not None:
+        out = acc.mul_(work.problem.scale).view(b, h * g, m, -1)
+        work.rows(dq, tile.where).copy_(out)
+    if dsinks is not None and work.sinks is not None:
+        sink = cut(work.sinks, tile.where)
+        weight = torch.exp(sink - rows.lse.view(b, h * g, m, 1))
+        part = cut(dsinks, tile.where)
+        part.sub_(score.sum_to(weight * rows.delta.view(b, h * g, m, 1), part.shape))
+
+
+def _query_tiles(work: Work) -> Iterator[Tile]:
+    """Every tile of queries of a piece of work, with its scaled q and its dropout keys."""
+    p, plan = work.problem, work.plan
+    for b0 in range(0, p.B, plan.entries):
+        b = slice(b0, min(b0 + plan.entries, p.B))
+        for h0 in range(0, p.Hk, plan.heads):
+            key_heads = slice(h0, min(h0 + plan.heads, p.Hk))
+            h = slice(key_heads.start * p.G, key_heads.stop * p.G)
+            for i0 in range(0, p.M, plan.tile_m):
+                i = slice(i0, min(i0 + plan.tile_m, p.M))
+                where = Rectangle(b, h, i, slice(0, p.N))
+                shape = (b.stop - b0, key_heads.stop - h0, p.G, i.stop - i0)
+                q = work.rows(work.q, where).to(work.dtype) * p.scale
+                q = q.reshape(shape[0] * shape[1], shape[2] * shape[3], p.D)
+                yield Tile(where, key_heads, q, shape, _drop_keys(work, where))
+
+
+def _key_tiles(work: Work, tile: Tile) -> Iterator[tuple[slice, Tensor | bool]]:
+    """The tiles of keys that some query of the tile sees, and what of each is visible."""
+    i = tile.where.i
+    assert isinstance(i, slice)
+    lo, hi = work.bound.span(i.start, i.stop)
+    for j0 in range(lo, hi, work.plan.tile_n):
+        j = slice(j0, min(j0 + work.plan.tile_n, hi))
+        keep = work.bound.tile(tile.where._replace(j=j))
+        if keep is not False:
+            yield j, keep
+
+
+def _scores(
+    work: Work,
+    tile: Tile,
+    j: slice,
+    keep: Tensor | bool,
+    scratch: Tensor,
+    slope: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of a tile (R, G * m, n) in the scratch buffer, -inf where hidden; softcap's slope if asked."""
+    p = work.problem
+    b, h, g, m = tile.shape
+    n = j.stop - j.start
+    s = scratch[: b * h * g * m * n].view(b * h, g * m, n)
+    torch.bmm(tile.q, work.keys(tile, j).transpose(1, 2), out=s)
+    steep = None
+    if p.softcap is not None:
+        score.cap_(s, p.softcap)
+        steep = score.cap_slope(s, p.softcap) if slope else None
+    where = tile.where._replace(j=j)
+    if work.alibi is not None:
+        assert isinstance(where.i, slice)
+        place = torch.arange(where.i.start, where.i.stop, device=s.device) + (p.N - p.M)
+        key = torch.arange(j.start, j.stop, device=s.device)
+        s.view(b, h * g, m, n).add_(score.alibi(cut(work.alibi, where), place, key))
+    if work.bias is not None:
+        s.view(b, h, g, m, n).add_(_grouped(cut(work.bias, where), tile))
+    if isinstance(keep, Tensor):
+        s.view(b, h, g, m, n).masked_fill_(~_grouped(keep, tile), MINUS_INF)
+        if steep is not None:  # a hidden key may hold NaN, and so may its slope
+            steep.view(b, h, g, m, n).masked_fill_(~_grouped(keep, tile), 0)
+    return s, steep
+
+
+def _values(work: Work, tile: Tile, j: slice, keep: Tensor | bool) -> Tensor:
+    """v of a tile of keys (R, n, E); keys that no row of the tile sees are 0, whatever they hold."""
+    v = work.values(tile, j)
+    return v.masked_fill(_unseen(keep, tile), 0) if isinstance(keep, Tensor) else v
+
+
+def _unseen(keep: Tensor, tile: Tile) -> Tensor:
+    """Which keys of a tile no row of it sees: bool (R | 1, n | 1, 1)."""
+    seen = _grouped(keep, tile).any(3).any(2)  # (b | 1, h | 1, n | 1)
+    if seen.shape[0] == seen.shape[1] == 1:
+        return ~seen.reshape(1, -1, 1)
+    return ~seen.expand(tile.shape[0], tile.shape[1], -1).reshape(-1, seen.shape[2], 1)
+
+
+def _grouped(t: Tensor, tile: Tile) -> Tensor:
+    """(b | 1, h * G | 1, ...) -> (b | 1, h | 1, G | 1, ...), a view."""
+    if t.shape[1] == 1:
+        return t.unsqueeze(2)
+    return t.unflatten(1, (tile.shape[1], tile.shape[2]))
+
+
+def _key_rows(t: Tensor, tile: Tile, j: slice) -> Tensor:
+    """The part of a (B, Hk, N, width) sum that belongs to a tile of keys, as (R, n, width): a view."""
+    part = t[tile.where.b, tile.key_heads, j]
+    return part.view(-1, *part.shape[2:])
+
+
+def _drop_keys(work: Work, where: Rectangle) -> tuple[Tensor, Tensor] | None:
+    if work.seed is None:
+        return None
+    ob, oh, oi, _ = work.offsets
+    device = work.seed.device
+    assert isinstance(where.i, slice)
+    b = torch.arange(where.b.start + ob, where.b.stop + ob, device=device)[:, None, None]
+    h = torch.arange(where.h.start + oh, where.h.stop + oh, device=device)[:, None]
+    i = torch.arange(where.i.start + oi, where.i.stop + oi, device=device)
+    return row_keys(work.seed, b, h, i)
+
+
+def _kept(work: Work, tile: Tile, j: slice) -> Tensor:
+    """Which pairs of a tile dropout keeps: bool (b, h * G, m, n)."""
+    assert tile.drop is not None
+    return keep_tile(tile.drop, j.start + work.offsets[3], j.stop + work.offsets[3], work.problem.p)

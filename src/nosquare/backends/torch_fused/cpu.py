@@ -1,0 +1,99 @@
+"""torch's flash attention for CPUs: any of the four dtypes forward, float32 and float64 backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...axes import lay_out_bias
+from ...device import describe
+from ...problem import Inputs, Problem
+from ...receipt import Ran
+from .. import FORWARD, Grads
+
+if TYPE_CHECKING:
+    from . import Plan
+
+NAME = "flash attention for CPUs"
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def refusals(p: Problem, phase: str) -> list[str]:
+    """What this engine cannot do, or does outside the contract."""
+    why = []
+    short = p.dtype in (torch.bfloat16, torch.float16)
+    if not hasattr(torch.ops.aten, KERNEL):
+        why.append("this torch does not have it")
+    if short and phase != FORWARD:
+        # measured: the error of dk and dv grows with N; float32 sums are the contract
+        why.append(f"it sums gradients in {str(p.dtype).removeprefix('torch.')}")
+    if short and not {"avx512_bf16", "amx_bf16"} & set(describe("cpu").features):
+        why.append("this CPU has no 16-bit products, and emulated ones are slower than float32 tiles")
+    if p.bias is not None and phase != FORWARD:
+        why.append("with a bias, rows that see nothing need care that its backward does not take")
+    if len(p.batch) > 1 and not _even(p):
+        why.append("the batch axes are not evenly strided")
+    return why
+
+
+ENGINES: dict[str, Callable[[Problem, str], list[str]]] = {NAME: refusals}
+
+
+def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o in the promised memory order, lse contiguous."""
+    q, k, v = _flat(p, plan, x)
+    bias = None if x.bias is None else lay_out_bias(x.bias, p.batch).to(p.dtype)
+    if plan.fold:
+        q = q.reshape(p.B, p.Hk, p.G, p.D)
+    o, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, plan.causal, attn_mask=bias, scale=p.scale
+    )
+    if plan.fold:
+        o, lse = o.reshape(p.B, p.Hq, 1, p.E), lse.reshape(p.B, p.Hq, 1)
+    if bias is not None:  # the kernel says 0 for a row that sees nothing
+        dead = torch.isneginf(bias.amax(-1))
+        lse = lse.masked_fill(dead, float("-inf"))
+    if len(p.batch) != 1:
+        o = o.reshape(p.o_shape)
+    return p.promised(o), lse.contiguous().view(p.lse_shape), Ran((KERNEL,), 0, ())
+
+
+def backward(
+    p: Problem, plan: Plan, x: Inputs, saved: tuple[Tensor, Tensor], do: Tensor
+) -> tuple[Grads, Ran]:
+    """Gradients of q, k, v in the layout the kernel gives them."""
+    q, k, v = _flat(p, plan, x)
+    o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do.reshape(q.shape), q, k, v, o, lse, 0.0, plan.causal, scale=p.scale
+    )
+    out = []
+    for name, g, given in zip("qkv", grads, (x.q, x.k, x.v), strict=True):
+        if g.shape[-2] != given.shape[-2]:  # keys that nobody sees
+            g = torch.nn.functional.pad(g, (0, 0, 0, given.shape[-2] - g.shape[-2]))
+        out.append(g.reshape(given.shape) if name in p.grads else None)
+    return (*out, None, None), Ran((f"{KERNEL}_backward",), 0, ())
+
+
+def _flat(p: Problem, plan: Plan, x: Inputs) -> list[Tensor]:
+    """q, k, v with one batch axis, without the keys that nobody sees."""
+    q, k, v = x.q, x.k, x.v
+    if plan.keys != p.N:
+        k, v = k[..., : plan.keys, :], v[..., : plan.keys, :]
+    if len(p.batch) == 1:
+        return [q, k, v]
+    return [t.reshape(p.B, *t.shape[-3:]) for t in (q, k, v)]
+
+
+def _even(p: Problem) -> bool:
+    """Whether the batch axes of q, k and v can be stepped through with one stride each."""
+    return all(
+        p.batch[a + 1] == 1 or p.batch[a] == 1 or s[a] == s[a + 1] * p.batch[a + 1]
+        for s in p.strides
+        for a in range(len(p.batch) - 1)
+    )

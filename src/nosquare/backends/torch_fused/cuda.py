@@ -1,0 +1,140 @@
+"""torch's fused kernels for NVIDIA and AMD cards: cuDNN, FlashAttention-2, memory-efficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...problem import Inputs, Problem
+from ...receipt import Ran
+from .. import FORWARD, Grads
+
+if TYPE_CHECKING:
+    from . import Plan
+
+CUDNN, FLASH, EFFICIENT = "cuDNN attention", "flash attention", "memory-efficient attention"
+_aten: Any = torch.ops.aten
+
+
+def _shared(p: Problem, phase: str) -> list[str]:
+    """What none of the three does within the contract."""
+    why = []
+    if p.bias is not None:
+        # seen on an H200 with torch 2.11: wrong by 0.2 when the first block of a bias is finfo.min,
+        # an error when the bias broadcasts along its last axis
+        why.append("its bias is wrong or refused for some values and strides")
+    if len(p.batch) > 1:
+        why.append("it takes one batch axis")
+    for name, strides in zip("qkv", p.strides, strict=True):
+        # a view that is off by a few bytes is a misaligned address there, and the process is lost;
+        # stride 0 has given wrong results
+        if any(s % (16 // p.dtype.itemsize) for s in strides[:-1]) or 0 in strides:
+            why.append(f"{name} is expanded, or its rows do not start at multiples of 16 bytes")
+    if p.aligned is False:
+        why.append("q, k or v does not start at a multiple of 16 bytes")
+    if p.D % 8:
+        why.append("D is not a multiple of 8")
+    if p.deterministic and phase != FORWARD:
+        why.append("its backward is deterministic only by a setting of the whole process")
+    if p.mask == "causal(start)" and p.M != p.N:
+        why.append("causal(start) with M != N")
+    return why
+
+
+def _flash(p: Problem, phase: str) -> list[str]:
+    why = _shared(p, phase)
+    if p.dtype not in (torch.bfloat16, torch.float16):
+        why.append("bfloat16 and float16 only")
+    if p.D > 256:
+        why.append("D is at most 256")
+    return why
+
+
+def _cudnn(p: Problem, phase: str) -> list[str]:
+    why = _flash(p, phase)
+    if p.D > 128:
+        why.append("D is at most 128")
+    if torch.version.hip or torch.cuda.get_device_capability(p.device)[0] < 9:
+        why.append("slower than flash attention before sm_90")
+    if not torch.backends.cudnn.is_available():
+        why.append("there is no cuDNN")
+    return why
+
+
+def _efficient(p: Problem, phase: str) -> list[str]:
+    why = _shared(p, phase)
+    if p.dtype == torch.float64:
+        why.append("float32 and 16-bit only")
+    if p.G > 1:
+        why.append("it has no grouped heads")
+    return why
+
+
+ENGINES: dict[str, Callable[[Problem, str], list[str]]] = {
+    CUDNN: _cudnn,
+    FLASH: _flash,
+    EFFICIENT: _efficient,
+}
+
+
+def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o in the promised memory order, lse contiguous."""
+    q, k, v = _flat(p, x)
+    if plan.engine == FLASH:
+        o, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, plan.causal, False, scale=p.scale
+        )
+    elif plan.engine == CUDNN:
+        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, plan.causal, False, scale=p.scale
+        )
+    else:
+        o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, plan.causal, scale=p.scale
+        )
+        lse = lse[..., : p.M]  # it comes padded to whole tiles
+    o = p.promised(o.reshape(p.o_shape))
+    return o, lse.reshape(p.lse_shape).contiguous(), Ran((plan.engine,), 0, ())
+
+
+def backward(
+    p: Problem, plan: Plan, x: Inputs, saved: tuple[Tensor, Tensor], do: Tensor
+) -> tuple[Grads, Ran]:
+    """Gradients of q, k and v."""
+    q, k, v = _flat(p, x)
+    o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
+    do = do.reshape(q.shape)
+    if do.stride(-1) != 1 or any(s % 8 for s in do.stride()[:-1]) or 0 in do.stride():
+        do = do.contiguous()
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's state: there is none
+    if plan.engine == FLASH:
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *(do, q, k, v, o, lse, None, None, p.M, p.N, 0.0, plan.causal, unused, unused),
+            scale=p.scale,
+        )
+    elif plan.engine == CUDNN:
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            *(do, q, k, v, o, lse.unsqueeze(-1), unused, unused, None, None, None, p.M, p.N),
+            *(0.0, plan.causal),
+            scale=p.scale,
+        )
+    else:
+        lse = torch.nn.functional.pad(lse, (0, -p.M % 32))
+        grads = _aten._scaled_dot_product_efficient_attention_backward(
+            *(do, q, k, v, None, o, lse, unused, unused, 0.0, [True, True, True, False]),
+            plan.causal,
+            scale=p.scale,
+        )
+    given = (x.q, x.k, x.v)
+    out = [
+        g.reshape(t.shape) if name in p.grads else None
+        for name, g, t in zip("qkv", grads, given, strict=False)
+    ]
+    return (*out, None, None), Ran((f"{plan.engine} backward",), 0, ())
+
+
+def _flat(p: Problem, x: Inputs) -> list[Tensor]:
+    return [t.reshape(p.B, *t.shape[-3:]) for t in (x.q, x.k, x.v)]

@@ -1,0 +1,1 @@
+"""`nosquare demo`: real models and text, one attention a process, checked and measured."""
