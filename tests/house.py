@@ -27,8 +27,9 @@ RANKS = [
     ["device", "state", "dropout", "axes"],
     ["mask", "score", "kvcache"],
     ["bound"],
+    ["inputs"],
     ["problem"],
-    ["oracle", "cost", "certify", "receipt", "finite"],
+    ["oracle", "cost", "certify", "receipt", "finite", "weights"],
     ["backends"],
     ["backends/*"],
     ["ops", "explain"],
@@ -36,7 +37,7 @@ RANKS = [
     ["api"],
     ["adapters"],
     ["."],
-    ["bench"],
+    ["bench", "doctor"],
     ["demo"],
     ["cli"],
     ["__main__"],
@@ -47,7 +48,7 @@ COMPILERS = {"triton", "gluon", "llvmlite"}
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CLONE_LINES = 400, 80, 160, 8, 10
 
 # Modules whose functions users call with many keyword-only arguments, the same in both.
-KEYWORDS_FREE = {"api", "oracle"}
+KEYWORDS_FREE = {"api", "oracle", "weights"}
 
 # Files whose parameter lists are not ours to choose.
 FOREIGN_SIGNATURES = {

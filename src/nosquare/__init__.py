@@ -1,5 +1,6 @@
 """nosquare: exact softmax attention without the square."""
 
+from .adapters.sdpa import sdpa
 from .api import attention, attention_state, attention_varlen, explain
 from .bound import visible
 from .dropout import Dropout, dropout_keep
@@ -46,6 +47,7 @@ __all__ = [
     "merge",
     "parse",
     "receipts",
+    "sdpa",
     "visible",
     "weights",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from .dropout import Dropout
 from .errors import ArgumentError
 from .explain import Explanation, explain_problem
 from .finite import check_finite as look_for_non_finite
+from .inputs import Inputs, Spec, check_types
 from .mask import Mask
 from .ops import wanted
-from .problem import Inputs, Problem, Spec
+from .problem import Problem
 from .state import State
 
 
@@ -52,13 +53,13 @@ class Options(TypedDict, total=False):
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
     """Exact softmax attention in O(N) memory.
 
-    q (..., Hq, M, D)  k (..., Hk, N, D)  v (..., Hk, N, E), one dtype of float64, float32, bfloat16,
-    float16; any strides; Hq a multiple of Hk (query head h reads key head h // (Hq / Hk))
+    q (..., Hq, M, D)  k (..., Hk, N, D)  v (..., Hk, N, E), one dtype of float64, float32,
+    bfloat16, float16; any strides; Hq a multiple of Hk (query head h reads key head h // (Hq / Hk))
     options  see Options
     returns  o (..., Hq, M, E) in the dtype of q; 0 in rows that see no key
 
-    Raises ArgumentError for an ill-formed call, UnsupportedError when nobody (or not the backend that
-    was named) can run it.
+    Raises ArgumentError for an ill-formed call, UnsupportedError when nobody (or not the backend
+    that was named) can run it.
     """
     return attend(*_call(q, k, v, None, None, options))[0]
 
@@ -66,8 +67,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Te
 def attention_state(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> State:
     """As attention, with the normaliser: State(o, lse), differentiable through both.
 
-    returns  o as attention; lse (..., Hq, M) float32 (float64 for float64), natural logarithm of the
-             row's normaliser, sink included, dropout not; -inf in rows that see nothing
+    returns  o as attention; lse (..., Hq, M) float32 (float64 for float64), natural logarithm of
+             the row's normaliser, sink included, dropout not; -inf in rows that see nothing
 
     Raises as attention does.
     """
@@ -81,19 +82,21 @@ def attention_varlen(
 
     q (total_q, Hq, D)  k (total_k, Hk, D)  v (total_k, Hk, E)
     cu_q, cu_k  (B + 1,) int32 or int64, rising from 0; lengths of 0 are fine
-    options     as attention, but no bias; masks Causal, Window, Prefix and Lengths act on each sequence,
-                and dropout counts i and j from each sequence's start, with b its number
+    options     as attention, but no bias; masks Causal, Window, Prefix and Lengths act on each
+                sequence, and dropout counts i and j from each sequence's start, with b its number
     returns     o (total_q, Hq, E); 0 for tokens beyond cu_q[-1]
 
     Raises as attention does.
     """
-    return attend(*_call(q, k, v, cu_q, cu_k, options))[0]
+    return varlen_state(q, k, v, cu_q, cu_k, **options).o
 
 
 def varlen_state(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Unpack[Options]
 ) -> State:
     """As attention_varlen, with lse (Hq, total_q). For adapters; not a public name."""
+    if cu_q is None or cu_k is None:  # without both it would be read as a call that is not packed
+        raise ArgumentError("A packed call needs cu_q and cu_k.", {}, "give both.")
     return State(*attend(*_call(q, k, v, cu_q, cu_k, options)))
 
 
@@ -123,7 +126,7 @@ def _call(
             {"given": ", ".join(sorted(set(options) - _KNOWN)), "known": ", ".join(sorted(_KNOWN))},
             "help(nosquare.api.Options).",
         )
-    get = options.get
+    get: Any = options.get
     mask, dropout = get("mask"), get("dropout")
     if mask is not None and not isinstance(mask, Mask):
         raise ArgumentError(
@@ -131,6 +134,13 @@ def _call(
             {"mask": type(mask).__name__},
             "ns.Dense(tensor) for a bool tensor, bias=tensor for additive numbers.",
         )
+    if dropout is not None and not isinstance(dropout, Dropout):
+        raise ArgumentError(
+            "dropout is not an ns.Dropout.",
+            {"dropout": repr(dropout)[:60]},
+            "ns.Dropout(p=0.1, seed=7): the seed is what replays it.",
+        )
+    check_types(Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), None, cu_q, cu_k))
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     deterministic = get("deterministic")
@@ -149,9 +159,7 @@ def _call(
     )
     seed = dropout.seed_tensor() if drops and dropout else None
     arrays = () if mask is None else mask.tensors
-    x = Inputs(
-        q, k, v, get("bias"), get("sinks"), get("alibi"), seed, cu_q, cu_k, arrays
-    )
+    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, cu_q, cu_k, arrays)
     if get("check_finite"):
         look_for_non_finite(x, spec)
     return spec, x

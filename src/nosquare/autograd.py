@@ -6,6 +6,7 @@ forward mode, their mixtures) is a derivative of torch_any's sum over blocks of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from .axes import lay_out_bias, per_head, restore
 from .backends import torch_any
 from .errors import UnsupportedError
+from .inputs import Inputs, Spec
 from .mask import parse
 from .ops import LETTERS, run_backward, run_forward, wanted
-from .problem import Inputs, Problem, Spec
+from .problem import Problem
 from .receipt import LOGS, Receipt, note
 
 
@@ -27,13 +29,15 @@ def attend(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
         o, lse = torch.ops.nosquare.forward(*x[:9], list(x.arrays), *spec, grads)
         return o, lse
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return Attention.apply(spec, LETTERS, *x[:9], *x.arrays)  # type: ignore[no-any-return,no-untyped-call]
+        o, lse = _apply(spec, LETTERS, *x[:9], *x.arrays)
+        return o, lse
     grads = wanted(x) if torch.is_grad_enabled() else ""
     if not grads:
         return run_forward(spec, x, "")
     # Function.apply binds its arguments by inspection on every call, for transforms that are not
     # active here: that alone costs 60 us. The base class's apply is the same without it.
-    return _apply(spec, grads, *x[:9], *x.arrays)  # type: ignore[no-any-return]
+    o, lse = _apply_eager(spec, grads, *x[:9], *x.arrays)
+    return o, lse
 
 
 class Attention(torch.autograd.Function):
@@ -61,7 +65,7 @@ class Attention(torch.autograd.Function):
             return (None,) * 7 + rest
         args = (ctx.spec, grads, o, lse, do, dlse, *tensors)
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            found = AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+            found = _apply_backward(*args)
         else:
             found = AttentionBackward.forward(*args)
         spread = dict(zip(grads, found, strict=True))
@@ -72,7 +76,7 @@ class Attention(torch.autograd.Function):
         x = _inputs(ctx.saved_tensors)
         problem = _higher(x, ctx.spec, "forward derivative")
         arrays = _flat(problem, x)
-        moved = _like(arrays, _flat(problem, Inputs(*tangents[2:7]), x))
+        moved = _like(arrays, _flat(problem, _five(tangents[2:7]), x))
         o, lse = torch_any.program(problem, x).jvp()(*arrays, *moved)
         o = _laid_out(o.reshape(problem.o_shape), ctx.layouts[0])
         return o, _laid_out(lse.reshape(problem.lse_shape), ctx.layouts[1])
@@ -80,18 +84,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, spec: Spec, grads: str, *tensors: Any) -> Any:
         x = _batched(info, in_dims[2:], spec, _inputs(tensors))
-        return Attention.apply(spec, grads, *x[:9], *x.arrays), (0, 0)  # type: ignore[no-untyped-call]
-
-
-# binding to the base class skips Function.apply's argument inspection, see attend()
-_apply = super(torch.autograd.Function, Attention).apply
+        return _apply(spec, grads, *x[:9], *x.arrays), (0, 0)
 
 
 class AttentionBackward(torch.autograd.Function):
     """(spec, grads, o, lse, do, dlse, *Inputs) -> the wanted gradients, in the order of LETTERS.
 
-    o and lse are functions of the inputs; the derivatives below are total ones, so those of o and lse
-    are none.
+    o and lse are functions of the inputs; the derivatives below are total ones, so those of o and
+    lse are none.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class AttentionBackward(torch.autograd.Function):
         problem = _higher(x, ctx.spec, "second derivative")
         arrays = _flat(problem, x)
         given = dict(zip(ctx.grads, cotangents, strict=True))
-        pulled = _like(arrays, _flat(problem, Inputs(*(given.get(c) for c in LETTERS)), x))
+        pulled = _like(arrays, _flat(problem, _five([given.get(c) for c in LETTERS]), x))
         outer = _cotangents(problem, do, dlse)
         twice = torch_any.program(problem, x).vjp().vjp()
         found = list(twice(*arrays, *outer, *pulled))
@@ -140,7 +140,7 @@ class AttentionBackward(torch.autograd.Function):
         problem = _higher(x, ctx.spec, "mixed derivative")
         arrays = [*_flat(problem, x), *_cotangents(problem, do, dlse)]
         moved = [
-            *_like(arrays, _flat(problem, Inputs(*tangents[6:11]), x)),
+            *_like(arrays, _flat(problem, _five(tangents[6:11]), x)),
             *_cotangents(problem, *tangents[4:6]),
         ]
         out = torch_any.program(problem, x).vjp().jvp()(*arrays, *moved)
@@ -159,17 +159,21 @@ class AttentionBackward(torch.autograd.Function):
             t if t is None else _front(t, d, info.batch_size)
             for t, d in zip(rest[:4], in_dims[2:6], strict=True)
         ]
-        out = AttentionBackward.apply(spec, grads, *saved, *x[:9], *x.arrays)  # type: ignore[no-untyped-call]
+        out = _apply_backward(spec, grads, *saved, *x[:9], *x.arrays)
         # bias and sinks were padded with axes of size 1 between the new axis and their own
         shapes = {
             c: _own_shape(t, d)
             for c, t, d in zip(LETTERS, rest[4:9], in_dims[6:11], strict=True)
             if t is not None
         }
-        out = tuple(
-            g.reshape(info.batch_size, *shapes[c]) for c, g in zip(grads, out, strict=True)
-        )
+        out = tuple(g.reshape(info.batch_size, *shapes[c]) for c, g in zip(grads, out, strict=True))
         return out, (0,) * len(out)
+
+
+_apply: Callable[..., Any] = Attention.apply
+_apply_backward: Callable[..., Any] = AttentionBackward.apply
+# binding to the base class skips Function.apply's argument inspection, see attend()
+_apply_eager: Callable[..., Any] = super(torch.autograd.Function, Attention).apply
 
 
 def _traced(q: Tensor) -> bool:
@@ -182,11 +186,16 @@ def _traced(q: Tensor) -> bool:
 
 
 def _inputs(tensors: Any) -> Inputs:
-    return Inputs(*tensors[:9], arrays=tuple(tensors[9:]))
+    return Inputs._make((*tensors[:9], tuple(tensors[9:])))
+
+
+def _five(given: Any) -> Inputs:
+    """Something given (or None) for each of q, k, v, bias and sinks."""
+    return Inputs._make((*given, None, None, None, None, ()))
 
 
 def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
-    """The problem of a higher derivative, noted where a log is open; the named backend must be torch_any."""
+    """The problem of a higher derivative, noted where a log is open. torch_any alone has them."""
     problem = Problem.of(x, spec)
     if spec.backend not in (None, "torch_any"):
         raise UnsupportedError(
@@ -195,7 +204,7 @@ def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
             'backend="torch_any", or backend=None.',
         )
     if LOGS:
-        plan = f"blocks of {torch_any.block_rows(problem.B * problem.Hq, problem.N)} rows"
+        plan = f"blocks of {torch_any.higher.block_rows(problem.B * problem.Hq, problem.N)} rows"
         note(Receipt(what, problem, "torch_any", plan, ("torch rows",), 0))
     return problem
 
@@ -203,9 +212,7 @@ def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
 def _flat(p: Problem, x: Inputs, like: Inputs | None = None) -> list[Any]:
     """q, k, v and, where `like` has them, bias and sinks, as torch_any.program takes them."""
     like = like or x
-    out: list[Any] = [
-        None if t is None else t.reshape(p.B, *t.shape[-3:]) for t in (x.q, x.k, x.v)
-    ]
+    out: list[Any] = [None if t is None else t.reshape(p.B, *t.shape[-3:]) for t in (x.q, x.k, x.v)]
     if like.bias is not None:
         out.append(None if x.bias is None else lay_out_bias(x.bias, p.batch))
     if like.sinks is not None:
@@ -233,8 +240,8 @@ def _cotangents(p: Problem, do: Tensor | None, dlse: Tensor | None) -> list[Tens
 
 
 def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The same numbers in the memory order of `strides`: forward mode wants a tangent laid out in memory
-    as its value is."""
+    """The same numbers in the memory order of `strides`: forward mode wants a tangent laid out in
+    memory as its value is."""
     order = sorted(range(t.dim()), key=lambda axis: -strides[axis])
     back = sorted(range(t.dim()), key=order.__getitem__)
     return t.permute(order).contiguous().permute(back)
@@ -249,7 +256,7 @@ def _own_shape(t: Tensor, dim: int | None) -> tuple[int, ...]:
 
 
 def _front(t: Tensor, dim: int | None, size: int, width: int = 0) -> Tensor:
-    """The vmapped axis first (a stride-0 one where t has none), then axes of size 1 up to `width` more."""
+    """The vmapped axis first (stride 0 where t has none), then axes of size 1 up to `width`."""
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
     missing = width - (t.dim() - 1)
     return t if missing <= 0 else t.reshape(size, *(1,) * missing, *t.shape[1:])

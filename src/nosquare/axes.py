@@ -1,7 +1,8 @@
 """Batch axes: any number of them outside, one inside.
 
-Arrays that broadcast to the problem (bias, sinks, slopes, arrays of a mask) are viewed with one batch
-axis of size B, or of size 1 where they do not vary; `restore` is the transpose, for their gradients.
+Arrays that broadcast to the problem (bias, sinks, slopes, arrays of a mask) are viewed with one
+batch axis of size B, or of size 1 where they do not vary; `restore` is the transpose, for their
+gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A mask bound to the sizes of one problem, ready to be asked rectangle by rectangle.
 
-The same questions serve every reader in torch: the tiles of torch_any, the oracle, ns.weights. Arrays
-of a mask are laid out once as (B | 1, Hq | 1, M | 1, N | 1) views; nothing of size M x N is made.
+The same questions serve every reader in torch: the tiles of torch_any, the oracle, ns.weights.
+Arrays of a mask are laid out once as (B | 1, Hq | 1, M | 1, N | 1) views; nothing of size M x N
+is made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Rectangle(NamedTuple):
 
 
 def cut(array: Tensor, where: Rectangle) -> Tensor:
-    """The part of a (B | 1, Hq | 1, M | 1, N | 1) array that lies in the rectangle; a view for slices."""
+    """The part of a (B | 1, Hq | 1, M | 1, N | 1) array in the rectangle; a view for slices."""
     for axis, index in enumerate(where):
         if array.shape[axis] == 1:
             continue  # it broadcasts
@@ -90,7 +91,8 @@ class Bound:
         """What is visible in the rectangle: False nothing, True everything, else a bool array that
         broadcasts to (B, Hq, rows, keys).
 
-        Array masks are looked at (which waits for the device); the others are answered from integers.
+        Array masks are looked at (which waits for the device); the others are answered from
+        integers.
         """
         if self.parts:
             return self._join([part.tile(where) for part in self.parts])
@@ -117,7 +119,9 @@ class Bound:
         scaled = Rectangle(where.b, where.h, i // self.block, j // self.block)
         views = [cut(a, where if self.block == 1 else scaled) for a in self.arrays]
         r, c = (*views, None, None)[:2]
-        keep: Tensor = self.mask.keep(i[None, None, :, None], j[None, None, None], r, c, self.numbers)
+        keep: Tensor = self.mask.keep(
+            i[None, None, :, None], j[None, None, None], r, c, self.numbers
+        )
         return keep
 
     def _join(self, tiles: list[Tensor | bool]) -> Tensor | bool:
@@ -129,6 +133,11 @@ class Bound:
         return reduce(self.mask.join, arrays) if arrays else conjunction  # type: ignore[attr-defined]
 
 
+def per_key_head(keep: Tensor, group: int) -> Tensor:
+    """(B | 1, Hq | 1, ...) as (B | 1, Hk | 1, G | 1, ...): the query heads of each key head."""
+    return keep.unsqueeze(2) if keep.shape[1] == 1 else keep.unflatten(1, (-1, group))
+
+
 def positions(index: Index, device: torch.device | str) -> Tensor:
     """The indices themselves, as a 1-d int64 tensor."""
     if isinstance(index, slice):
@@ -137,7 +146,7 @@ def positions(index: Index, device: torch.device | str) -> Tensor:
 
 
 def visible(mask: Mask, m: int, n: int, heads: int = 1, batch: tuple[int, ...] = ()) -> Tensor:
-    """The mask as one bool array (B, Hq, M, N): a square, for tests, pictures and small problems."""
+    """The mask as one bool array (B, Hq, M, N): a square, for tests and small problems."""
     b = math.prod(batch)
     everything = Rectangle(slice(0, b), slice(0, heads), slice(0, m), slice(0, n))
     return Bound(mask, batch, heads, m, n).keep(everything).expand(b, heads, m, n)
@@ -151,7 +160,7 @@ def lay_out(
     block: int,
     mask: Mask,
 ) -> Tensor:
-    """View an array of a mask (its last axes are named by `lay`) as (B | 1, Hq | 1, M | 1, N | 1)."""
+    """View an array of a mask, last axes as `lay` names them, as (B | 1, Hq | 1, M | 1, N | 1)."""
     want = [
         -(-sizes[axis[0]] // block) if "/" in axis else sizes[axis] for axis in lay
     ]  # "M/block" counts tiles

@@ -28,7 +28,7 @@ class Device:
 
 
 def describe(device: torch.device | str = "cpu") -> Device:
-    """The facts of a torch device. Raises RuntimeError, torch's own, when there is no such device."""
+    """The facts of a torch device. Raises torch's RuntimeError when there is no such device."""
     device = torch.device(device)
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)

@@ -1,4 +1,5 @@
-"""Dropout that can be replayed: whether pair (b, h, i, j) is kept depends on (seed, b, h, i, j) alone.
+"""Dropout that can be replayed: whether pair (b, h, i, j) is kept depends on (seed, b, h, i, j)
+alone.
 
 Semantics of record (every backend reproduces these bits):
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -77,7 +79,8 @@ class Dropout:
                 {"seed": repr(seed)},
                 "seed=7, or a 0-d int64 tensor such as torch.tensor(7).",
             )
-        if len(self.offsets) != 4:
+        object.__setattr__(self, "offsets", tuple(self.offsets))
+        if len(self.offsets) != 4 or not all(isinstance(o, int | Integral) for o in self.offsets):
             raise ArgumentError(
                 "Dropout offsets are four integers, one each for b, h, i and j.",
                 {"offsets": self.offsets},

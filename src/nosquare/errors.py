@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def compose(sentence: str, values: Mapping[str, object], attempt: str) -> str:
-    """Word an error: one sentence, the offending values one a line and aligned, a step that works."""
+    """Word an error: one sentence, the offending values aligned, a step that works."""
     width = max((len(name) for name in values), default=0)
     lines = [sentence, *(f"  {name:<{width}}  {value}" for name, value in values.items())]
     if attempt:

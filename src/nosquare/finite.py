@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from .axes import lay_out_bias
-from .bound import Bound, Rectangle, cut
+from .bound import Bound, Rectangle, cut, per_key_head
 from .errors import ArgumentError
+from .inputs import Inputs, Spec
 from .mask import parse
-from .problem import Inputs, Problem, Spec
+from .problem import Problem
 
 BLOCK_ELEMENTS = 1 << 22
 
 
 @torch.no_grad()
 def check_finite(x: Inputs, spec: Spec) -> None:
-    """Raise ArgumentError naming the first position of q, k, v or bias that is not finite and is used.
+    """Raise ArgumentError naming the first position of q, k, v or bias that is not finite and is
+    used.
 
     What no query of the call can see is not looked at, nor are queries that see no key; in a packed
     call, tokens beyond the last sequence are not.
@@ -31,7 +33,7 @@ def check_finite(x: Inputs, spec: Spec) -> None:
     rows, keys, bias = _used(p, x)
     for name, t, used in (("q", x.q, rows), ("k", x.k, keys), ("v", x.v, keys)):
         flat = t.reshape(p.B, *t.shape[-3:])
-        _first(flat.masked_fill(~used[:, None, :, None], 0).reshape(t.shape), name)
+        _first(flat.masked_fill(~used[..., None], 0).reshape(t.shape), name)
     if bias is not None:
         where = dict(zip(("b", "h", "i", "j"), bias, strict=True))
         raise ArgumentError(
@@ -42,18 +44,18 @@ def check_finite(x: Inputs, spec: Spec) -> None:
 
 
 def _used(p: Problem, x: Inputs) -> tuple[Tensor, Tensor, list[int] | None]:
-    """Which rows see a key (B, M), which keys are seen (B, N), first bad position of bias."""
+    """Which rows see a key (B, Hq, M), which keys are seen (B, Hk, N), a bad place of bias."""
     bound = Bound(parse(p.mask, x.arrays), p.batch, p.Hq, p.M, p.N, p.device)
-    rows = torch.zeros(p.B, p.M, dtype=torch.bool, device=p.device)
-    keys = torch.zeros(p.B, p.N, dtype=torch.bool, device=p.device)
+    rows = torch.zeros(p.B, p.Hq, p.M, dtype=torch.bool, device=p.device)
+    keys = torch.zeros(p.B, p.Hk, p.N, dtype=torch.bool, device=p.device)
     wide = None if x.bias is None else lay_out_bias(x.bias, p.batch)
     step = max(BLOCK_ELEMENTS // max(p.B * p.Hq * p.N, 1), 1)
     for lo in range(0, p.M, step):
         i = slice(lo, min(lo + step, p.M))
         where = Rectangle(slice(0, p.B), slice(0, p.Hq), i, slice(0, p.N))
         keep = bound.keep(where)
-        rows[:, i] = keep.flatten(3).any(3).any(1)
-        keys |= keep.flatten(1, 2).any(1)
+        rows[:, :, i] = keep.any(3)
+        keys |= per_key_head(keep, p.G).any(3).any(2)
         if wide is not None:
             part = cut(wide, where)
             bad = (torch.isnan(part) | torch.isposinf(part)) & keep

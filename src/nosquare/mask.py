@@ -8,11 +8,12 @@ A kind says which pairs (query i, key j) are visible, three times, and the three
     span(i_lo, i_hi, N, a)     keys outside [lo, hi) are visible to no row of i_lo <= i < i_hi
     core(i_lo, i_hi, N, a)     keys inside [lo, hi) are visible to every row of i_lo <= i < i_hi
 
-Query i stands at position i + N - M when the mask is aligned to the "end" (as if the queries were the
-last M tokens: the default, right for decoding and chunked prefill), at i when aligned to the "start".
+Query i stands at position i + N - M when the mask is aligned to the "end" (as if the queries were
+the last M tokens: the default, right for decoding and chunked prefill), at i when aligned to the
+"start".
 
-Masks compose with & and |. str(mask) spells a mask, and parse(text, tensors) reads it back; arrays are
-spelled t0, t1, ... in the order of mask.tensors.
+Masks compose with & and |. str(mask) spells a mask, and parse(text, tensors) reads it back;
+arrays are spelled t0, t1, ... in the order of mask.tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import ast
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -30,14 +31,15 @@ from torch import Tensor
 from .errors import ArgumentError
 
 Numbers = tuple[int, ...]
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Range = tuple[int, int]
 
 
 class Mask:
     """Base of all kinds. Masks are immutable values; compose them with & and |."""
 
-    # lay[k] names the last axes of the k-th array: "Hq" heads, "M" queries, "N" keys, "M/block" tiles
-    # of them; the axes before those are batch axes. All of them broadcast.
+    # lay[k] names the last axes of the k-th array: "Hq" heads, "M" queries, "N" keys, "M/block"
+    # tiles of them; the axes before those are batch axes. All of them broadcast.
     lay: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     keep: ClassVar[Callable[..., Any]]
@@ -74,6 +76,8 @@ class Mask:
             text = self._spell(0)
             object.__setattr__(self, "_text", text)
         return text
+
+    __repr__ = __str__
 
     def _spell(self, first: int) -> str:
         words = []
@@ -147,6 +151,7 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         _check_align(self.align)
+        _check_counts(before=self.before or 0, after=self.after or 0)
         if any(side is not None and side < 0 for side in (self.before, self.after)):
             raise ArgumentError(
                 "A window's sides are counts of keys, so they cannot be negative.",
@@ -177,6 +182,7 @@ class Prefix(Mask):
     n: int
 
     def __post_init__(self) -> None:
+        _check_counts(n=self.n)
         if self.n < 0:
             raise ArgumentError(
                 "A prefix is a count of keys, so it cannot be negative.",
@@ -198,10 +204,15 @@ class Lengths(Mask):
     """Batch entry b has n_keys[b] keys: j < n_keys[b]. The rest is padding and is never read.
 
     n_keys  (...) integers, one a batch entry (one a sequence in attention_varlen)
+
+    Raises ArgumentError when they are not an integer tensor.
     """
 
     n_keys: Tensor
     lay = ((),)
+
+    def __post_init__(self) -> None:
+        _check_integers("n_keys", self.n_keys)
 
     keep = staticmethod(lambda i, j, r, c, a: j < r)
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, n))
@@ -214,11 +225,17 @@ class Documents(Mask):
 
     q_ids  (..., M) integers
     k_ids  (..., N) integers; an id that no query carries hides the key from everybody
+
+    Raises ArgumentError when they are not integer tensors.
     """
 
     q_ids: Tensor
     k_ids: Tensor
     lay = (("M",), ("N",))
+
+    def __post_init__(self) -> None:
+        _check_integers("q_ids", self.q_ids)
+        _check_integers("k_ids", self.k_ids)
 
     keep = staticmethod(lambda i, j, r, c, a: r == c)
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, n))
@@ -247,7 +264,8 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse(Mask):
-    """Whole square tiles of pairs are absent from the work: layout[i // block, j // block] is visible.
+    """Whole square tiles of pairs are absent from the work: layout[i // block, j // block] is
+    visible.
 
     layout  (..., Hq, ceil(M / block), ceil(N / block)) bool; leading axes broadcast
     block   the side of a tile, a positive count
@@ -261,6 +279,7 @@ class BlockSparse(Mask):
 
     def __post_init__(self) -> None:
         _check_bool("layout", self.layout)
+        _check_counts(block=self.block)
         if self.block < 1:
             raise ArgumentError(
                 "A block-sparse layout needs tiles of at least one key.",
@@ -308,8 +327,6 @@ class Either(Both):
     join = staticmethod(operator.or_)
 
 
-Mask.__repr__ = Mask.__str__  # type: ignore[method-assign]
-
 KINDS: dict[str, type[Mask]] = {
     kind.__name__.lower(): kind
     for kind in (Full, Causal, Window, Prefix, Lengths, Documents, Dense, BlockSparse)
@@ -326,7 +343,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Mask:
     """
     try:
         return _read(ast.parse(text.strip(), mode="eval").body, tensors)
-    except (SyntaxError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (SyntaxError, LookupError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
@@ -349,7 +366,9 @@ def _read(node: ast.expr, tensors: Sequence[Tensor]) -> Mask:
         return ast.literal_eval(arg)
 
     args = [value(arg) for arg in node.args]
-    named = {word.arg: value(word.value) for word in node.keywords if word.arg}
+    named = {
+        str(word.arg): value(word.value) for word in node.keywords
+    }  # ** is "None", and refused
     return KINDS[node.func.id](*args, **named)
 
 
@@ -365,10 +384,21 @@ def _join(sign: str, a: Mask, b: Mask) -> Mask:
     return kind(tuple(parts))
 
 
-def _check_bool(name: str, tensor: Tensor) -> None:
-    if tensor.dtype != torch.bool:
-        raise ArgumentError(
-            f"`{name}` must be a bool tensor, True where the key is visible.",
-            {name: f"{tuple(tensor.shape)} {tensor.dtype}"},
-            f"{name}=({name} != 0), or pass additive numbers as bias=.",
-        )
+def _check_bool(name: str, x: Any) -> None:
+    what = f"`{name}` must be a bool tensor, True where the key is visible."
+    _check_array(name, x, (torch.bool,), what, f"{name}=({name} != 0), or pass numbers as bias=.")
+
+
+def _check_integers(name: str, x: Any) -> None:
+    _check_array(name, x, INTEGERS, f"`{name}` must hold integers.", "torch.tensor([5, 3]).")
+
+
+def _check_array(name: str, x: Any, dtypes: Sequence[Any], what: str, attempt: str) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        shown = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)[:60]
+        raise ArgumentError(what, {name: shown}, attempt)
+
+
+def _check_counts(**counts: Any) -> None:
+    if bad := {name: repr(n) for name, n in counts.items() if not isinstance(n, int | Integral)}:
+        raise ArgumentError("A count of keys is an integer.", bad, "int(...).")

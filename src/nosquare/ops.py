@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .backends import BACKWARD, BACKWARD_LSE, FORWARD, Choice, Grads, choose
-from .problem import Inputs, Problem, Spec
+from .inputs import Inputs, Spec
+from .problem import Problem
 from .receipt import LOGS, Ran, Receipt, note
 
 LETTERS = "qkvbs"  # q, k, v, bias, sinks: the inputs that have gradients
@@ -49,7 +50,7 @@ def run_backward(
 
 
 def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choice]:
-    """The checked problem and who runs it; remembered by shapes, strides, dtypes, devices and spec."""
+    """The checked problem and who runs it; remembered by the form of the call."""
     q, k, v = x.q, x.k, x.v
     key: tuple[Any, ...] = (spec, phase, grads, q.shape, k.shape, v.shape, q.stride(), k.stride())
     key += (v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
@@ -109,8 +110,8 @@ _LIBRARY.define(
 def _unpack(args: tuple[Any, ...]) -> tuple[Spec, Inputs, str]:
     """The arguments of the schema as Spec, Inputs and the letters of the wanted gradients."""
     tensors, arrays, words = args[:9], args[9], args[10:]
-    spec = Spec(*words[:4], tuple(words[4]), *words[5:8])
-    return spec, Inputs(*tensors, arrays=tuple(arrays)), words[8]
+    spec = Spec._make((*words[:4], tuple(words[4]), *words[5:8]))
+    return spec, Inputs._make((*tensors, tuple(arrays))), words[8]
 
 
 def _forward_op(*args: Any) -> tuple[Tensor, Tensor]:
@@ -146,9 +147,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _op_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     o, lse, *tensors = ctx.saved_tensors
-    grads = "".join(
-        c for c, need in zip(LETTERS, ctx.needs_input_grad[:5], strict=True) if need
-    )
+    grads = "".join(c for c, need in zip(LETTERS, ctx.needs_input_grad[:5], strict=True) if need)
     found: list[Tensor] = []
     if grads and not (do is None and dlse is None):
         arrays = tensors[9:]

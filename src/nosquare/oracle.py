@@ -1,8 +1,9 @@
 """Dense attention, row by row as the definition says: the only square in the house.
 
-`attention` is the reference of every test, in float64 on the tensors exactly as stored, for all rows or
-for a sample of them. `rows` is the same formula for a block of rows in plain differentiable torch
-operations; it has derivatives of any order, and the higher derivatives of the house are taken from it.
+`attention` is the reference of every test, in float64 on the tensors exactly as stored, for all
+rows or for a sample of them. `rows` is the same formula for a block of rows in plain
+differentiable torch operations; it has derivatives of any order, and the higher derivatives of
+the house are taken from it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from . import score
 from .axes import lay_out_bias, per_head
-from .bound import Bound, Index, Rectangle, cut, positions
+from .bound import Bound, Index, Rectangle, cut, per_key_head, positions
 from .dropout import Dropout, keep_tile, realised_rate, row_keys
+from .inputs import Inputs, Spec
 from .mask import Full, Mask, parse
-from .problem import Inputs, Problem, Spec
+from .problem import Problem
 from .state import State
 
 BLOCK_ELEMENTS = 1 << 24  # scores held at once by `attention`, all heads together
@@ -65,8 +67,10 @@ def rows(
     p, bound = fixed.problem, fixed.bound
     every = Rectangle(slice(0, p.B), slice(0, p.Hq), index, slice(0, p.N))
     keep = bound.keep(every)
-    # an unseen key must not reach anything: 0 * NaN is NaN, so its numbers are replaced
-    unseen = ~keep.flatten(1, 2).any(1)[:, None, :, None]
+    # keys that no row sees and rows that see no key reach nothing: 0 * NaN is NaN, so their numbers
+    # are replaced
+    q = q.masked_fill(~keep.any(-1, keepdim=True), 0)
+    unseen = ~per_key_head(keep, p.G).any(3).any(2)[..., None]
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     m = q.shape[-2]
     z = _fold(q, p) @ k.transpose(-1, -2) * p.scale
@@ -127,7 +131,7 @@ def attention(
     spec = Spec(str(mask), scale, softcap, rate, offsets)
     p = Problem.of(x, spec)
     fixed = Fixed.of(p, x)
-    flat = [t.double().reshape(p.B, *t.shape[-3:]) for t in (q, k, v)]
+    fq, fk, fv = (t.double().reshape(p.B, *t.shape[-3:]) for t in (q, k, v))
     wide = None if bias is None else lay_out_bias(bias, p.batch).double()
     sink = None if sinks is None else per_head(sinks, p.batch, p.Hq).double()
     wanted = torch.arange(p.M, device=q.device) if sample is None else sample
@@ -136,13 +140,13 @@ def attention(
     for index in wanted.split(step) if wanted.numel() else [wanted]:
         block = Rectangle(slice(0, p.B), slice(0, p.Hq), index, slice(0, p.N))
         piece = None if wide is None else cut(wide, block)
-        outs.append(rows(fixed, index, flat[0].index_select(2, index), *flat[1:], piece, sink))
+        outs.append(rows(fixed, index, fq.index_select(2, index), fk, fv, piece, sink))
     o, lse = (torch.cat(list(part), 2) for part in zip(*outs, strict=True))
     return State(o.reshape(*p.batch, *o.shape[1:]), lse.reshape(*p.batch, *lse.shape[1:]))
 
 
 def _fold(t: Tensor, p: Problem) -> Tensor:
-    """(B, Hq, m, width) -> (B, Hk, G * m, width): the group becomes rows, so k and v are not repeated."""
+    """(B, Hq, m, width) -> (B, Hk, G * m, width): the group becomes rows, k is not repeated."""
     return t.reshape(p.B, p.Hk, p.G * t.shape[-2], t.shape[-1])
 
 

@@ -66,13 +66,14 @@ class Log(list[Receipt]):
         return "\n".join(str(receipt) for receipt in self) or "no attention ran"
 
 
-LOGS: list[Log] = []  # the open logs; a backward may run on another thread, so this is not thread-local
+# the open logs; a backward may run on another thread, so this is not thread-local
+LOGS: list[Log] = []
 _LOCK = threading.Lock()
 
 
 @contextmanager
 def receipts() -> Iterator[Log]:
-    """Collect a receipt for every attention forward and backward inside the block, on any thread."""
+    """Collect a receipt for every forward and backward inside the block, on any thread."""
     log = Log()
     with _LOCK:
         LOGS.append(log)

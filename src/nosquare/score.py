@@ -1,6 +1,7 @@
 """The score of a pair, forward and derivative.
 
-    z = scale * q.k      s = softcap * tanh(z / softcap)      s += alibi      s += bias      then the mask
+    z = scale * q.k      s = softcap * tanh(z / softcap)      s += alibi      s += bias      then
+    the mask
 
 A sink is one more logit of the row whose value vector is zero; it enters the normaliser alone.
 ALiBi (Press, Smith, Lewis 2021) adds -slope * |position - j|, with positions aligned to the end.

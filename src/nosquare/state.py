@@ -1,9 +1,9 @@
 """The state of a row of attention, and its algebra.
 
 Inside kernels and splits a row is (u, m, l): the un-normalised output sum_j exp(s_j - m) v_j, the
-largest score m, and the sum l = sum_j exp(s_j - m). In public it is State(o, lse) with o = u / l and
-lse = m + ln l, which says the same: u e^m = o e^lse and l e^m = e^lse. Merging is associative and
-commutative, and State.empty_like is its unit, so any split of the keys gives one answer
+largest score m, and the sum l = sum_j exp(s_j - m). In public it is State(o, lse) with o = u / l
+and lse = m + ln l, which says the same: u e^m = o e^lse and l e^m = e^lse. Merging is associative
+and commutative, and State.empty_like is its unit, so any split of the keys gives one answer
 (Milakov and Gimelshein 2018; Rabe and Staats 2021).
 """
 

@@ -14,8 +14,9 @@ from . import score
 from .axes import lay_out_bias, per_head
 from .bound import Bound, Rectangle, cut
 from .errors import ArgumentError
+from .inputs import Inputs, Spec
 from .mask import Full, Mask
-from .problem import Inputs, Problem, Spec
+from .problem import Problem
 
 Chosen = int | slice | Sequence[int] | Tensor | None
 BLOCK_ELEMENTS = 1 << 22
@@ -42,11 +43,13 @@ def weights(
     q (..., Hq, M, D)  k (..., Hk, N, D)  lse (..., Hq, M): that of attention_state with the same
     mask, scale, softcap, bias and alibi (and sinks: a row then sums to less than 1)
     rows, heads  which queries and query heads: an int, a slice, a list, a 1-d tensor; None is all
-    top_k        the largest weights of each row instead: (values, indices), (..., heads, rows, top_k)
+    top_k        the largest weights of each row instead: (values, indices), (..., heads, rows,
+                 top_k)
     column_sums  instead, each key's weight summed over the rows: (..., heads, N)
     returns      (..., heads, rows, N) in the dtype of lse; no gradient
 
-    Raises ArgumentError for shapes that do not fit, or when both top_k and column_sums are asked for.
+    Raises ArgumentError for shapes that do not fit, or when both top_k and column_sums are asked
+    for.
     """
     mask = mask or Full()
     x = Inputs(q, k, k, bias, None, alibi, arrays=mask.tensors)
@@ -76,15 +79,14 @@ def weights(
         else:
             out.append([torch.cat(blocks, 1)])
     if not out:
-        out.append([lse.new_zeros(p.B, *((p.N,) if column_sums else (i.numel(), top_k or p.N)))])
+        shape = (p.B, p.N) if column_sums else (p.B, i.numel(), top_k or p.N)
+        out.append([lse.new_zeros(shape), i.new_zeros(shape)][: 1 if top_k is None else 2])
     joined = [torch.stack(part, 1)[:, : h.numel()] for part in zip(*out, strict=True)]
     shaped = [t.reshape(*p.batch, *t.shape[1:]) for t in joined]
     return shaped[0] if top_k is None else (shaped[0], shaped[1])
 
 
-def _block(
-    p: Problem, x: Inputs, lse: Tensor, mask: Mask, head: int, i: Tensor
-) -> Tensor:
+def _block(p: Problem, x: Inputs, lse: Tensor, mask: Mask, head: int, i: Tensor) -> Tensor:
     """Weights (B, rows, N) of one head."""
     where = Rectangle(slice(0, p.B), slice(head, head + 1), i, slice(0, p.N))
     wide = lse.dtype

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
-from ..problem import Inputs, Problem
+from ..inputs import Inputs
+from ..problem import Problem
 from ..receipt import Ran
 
 FORWARD, BACKWARD, BACKWARD_LSE = "forward", "backward", "backward through lse"

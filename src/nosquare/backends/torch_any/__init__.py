@@ -11,7 +11,8 @@ from torch import Tensor
 from ... import oracle
 from ...axes import lay_out_bias
 from ...errors import UnsupportedError
-from ...problem import Inputs, Problem
+from ...inputs import Inputs
+from ...problem import Problem
 from .higher import ROWS, WHOLE, Blocks, block_rows
 from .plan import plan
 from .tiles import backward, forward
@@ -28,8 +29,8 @@ def refusals(problem: Problem, phase: str) -> list[str]:
 def program(problem: Problem, x: Inputs) -> Blocks:
     """Forward as a sum over blocks of rows, whose derivatives of any order are the higher ones.
 
-    It takes q, k, v and, where the problem has them, bias and sinks, with one batch axis: (B, H, ., .)
-    as in oracle.rows; it gives o (B, Hq, M, E) and lse (B, Hq, M).
+    It takes q, k, v and, where the problem has them, bias and sinks, with one batch axis: (B, H,
+    ., .) as in oracle.rows; it gives o (B, Hq, M, E) and lse (B, Hq, M).
 
     Raises UnsupportedError for packed problems.
     """

@@ -1,10 +1,10 @@
 """Derivatives of any order, forward and reverse, at O(N) memory for a fixed block of rows.
 
-Attention is a sum over blocks of query rows, and the oracle's `rows` is one block in plain torch. Its
-derivative is again a sum over blocks: the vector-Jacobian product of each block, rows kept where the
-array has rows and added up where it has none. So one function with that shape, whose backward and
-forward derivative have the same shape again, gives every order; a block recomputes what it needs, and
-nothing of size M x N lives longer than one block (tile_m x N).
+Attention is a sum over blocks of query rows, and the oracle's `rows` is one block in plain torch.
+Its derivative is again a sum over blocks: the vector-Jacobian product of each block, rows kept
+where the array has rows and added up where it has none. So one function with that shape, whose
+backward and forward derivative have the same shape again, gives every order; a block recomputes
+what it needs, and nothing of size M x N lives longer than one block (tile_m x N).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Blocks:
 
         def fn(index: slice, *arrays: Tensor) -> tuple[Tensor, ...]:
             x, cotangents = arrays[:count], arrays[count:]
-            _, pull = torch.func.vjp(lambda *a: self.fn(index, *a), *x)
+            pull = torch.func.vjp(lambda *a: self.fn(index, *a), *x)[1]
             return tuple(pull(tuple(cotangents)))
 
         return Blocks(fn, self.takes + self.gives, self.takes, self.rows, self.step)
@@ -78,8 +78,8 @@ class Blocks:
             # J t as the transpose of the linear map u -> J^T u: forward mode inside forward mode is
             # something torch does not nest
             x, tangents = arrays[:count], arrays[count:]
-            out, pull = torch.func.vjp(lambda *a: self.fn(index, *a), *x)
-            _, push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(o) for o in out))
+            out, pull = torch.func.vjp(lambda *a: self.fn(index, *a), *x)[:2]
+            push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(o) for o in out))[1]
             return tuple(push(tangents))
 
         return Blocks(fn, self.takes * 2, self.gives, self.rows, self.step)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...axes import lay_out_bias, per_head, restore
 from ...bound import Bound, Rectangle
+from ...inputs import Inputs, check_offsets
 from ...mask import parse
-from ...problem import Inputs, Problem, check_offsets
+from ...problem import Problem
 from .. import Grads
 from .plan import Plan, plan
 
@@ -47,13 +48,14 @@ class Work:
     tokens: tuple[slice, slice] | None = None
 
     def rows(self, t: Tensor, where: Rectangle) -> Tensor:
-        """The queries of a rectangle, (b, h, m, width), of an array (..., Hq, M, width): of q, o, do, dq
-        or lse[..., None]; packed arrays come as (Hq, total, width). A view where it can be one."""
+        """The queries of a rectangle, (b, h, m, width), of an array (..., Hq, M, width): of q, o,
+        do, dq or lse[..., None]; packed arrays come as (Hq, total, width). A view where it can be
+        one."""
         i = where.i
         assert isinstance(i, slice)
         if self.tokens is not None and t.dim() == 3:
             return t[where.h, self.tokens[0]][:, i].unsqueeze(0)
-        return t.reshape(-1, *t.shape[-3:])[where.b, where.h, i]
+        return t.reshape(self.problem.B, *t.shape[-3:])[where.b, where.h, i]
 
     def keys(self, tile: Tile, j: slice) -> Tensor:
         """k of a tile of keys, (R, n, D) in `dtype`."""
@@ -65,7 +67,7 @@ class Work:
 
     def _tile_of(self, t: Tensor, tile: Tile, j: slice) -> Tensor:
         part = t[tile.where.b, tile.key_heads, j].to(self.dtype)
-        return part.reshape(-1, *part.shape[2:])
+        return part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
 
     def scratch(self, count: int) -> list[Tensor]:
         """Buffers for `count` score tiles of the largest size."""
@@ -135,8 +137,8 @@ def _sequences(problem: Problem, x: Inputs) -> Iterator[Work]:
             arrays=arrays,
         )
         (work,) = pieces(p, plan(p, ""), own)
-        ob, *rest = work.offsets
-        yield replace(work, offsets=(ob + b, *rest), tokens=(rows, cols))
+        ob, oh, oi, oj = work.offsets
+        yield replace(work, offsets=(ob + b, oh, oi, oj), tokens=(rows, cols))
 
 
 def outputs(p: Problem) -> tuple[Tensor, Tensor]:
@@ -202,7 +204,7 @@ def gradients(p: Problem, x: Inputs) -> Sums:
 
 
 def heads_first(p: Problem, t: Tensor) -> Tensor:
-    """(total, Hq, width) of a packed problem as (Hq, total, width); others are so already. A view."""
+    """(total, Hq, width) of a packed problem as (Hq, total, width), a view; others unchanged."""
     return t.transpose(0, 1) if p.packed else t
 
 
@@ -214,14 +216,16 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def ieee_float32(device: torch.device) -> Iterator[None]:
     """float32 products in float32, whatever the process has allowed (tf32, bf16 through oneDNN)."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest" or device.type not in ("cpu", "cuda"):
+    switch: Any = {
+        "cuda": torch.backends.cuda.matmul,
+        "cpu": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    }.get(device.type)
+    before = "ieee" if switch is None else switch.fp32_precision
+    if before in ("ieee", "none"):
         yield
         return
-    torch.set_float32_matmul_precision("highest")
+    switch.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-
-
+        switch.fp32_precision = before

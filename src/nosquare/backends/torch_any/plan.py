@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 
-# a score tile of all heads worked on at once, in elements: 8 MiB of float32. It stays in the caches of
-# a server CPU, and a GPU gets enough work in each launch.
+# a score tile of all heads worked on at once, in elements: 8 MiB of float32. It stays in the
+# caches of a server CPU, and a GPU gets enough work in each launch.
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 21, 1 << 25
 # set by tests that want many tiles in a small problem
 FORCED: tuple[int, int] | None = None
@@ -37,7 +37,8 @@ def plan(problem: Problem, phase: str) -> Plan:
     tile_n = min(512, max(p.N, 1))
     tile_m = min(max(512 // g, 16), max(p.M, 1))
     if p.device.type == "cpu" and g * tile_m * 8 <= 512:
-        # few rows, as in decoding: longer tiles of keys, since each costs a fixed number of launches
+        # few rows, as in decoding: longer tiles of keys, since each costs a fixed number of
+        # launches
         tile_n = min(4096, max(p.N, 1))
     if FORCED is not None:
         tile_m, tile_n = FORCED

@@ -4,15 +4,16 @@ For a tile of queries, over its tiles of keys (online softmax: Milakov and Gimel
 Rabe and Staats 2021, Dao et al. 2022):
 
     m' = max(m, rowmax s)     alpha = exp(m - m')     p = exp(s - m')
-    l  = alpha l + rowsum p   u     = alpha u + p v                          o = u / l, lse = m + ln l
+    l  = alpha l + rowsum p   u = alpha u + p v       o = u / l, lse = m + ln l
 
 Backward recomputes p = exp(s - lse) tile by tile, with delta = rowsum(do * o) - dlse:
 
-    dv += p^T do    dp = do v^T    ds = p * (dp - delta)    dq += ds k    dk += ds^T q    dbias += ds
+    dv += p^T do      dp = do v^T      ds = p * (dp - delta)
+    dq += ds k        dk += ds^T q     dbias += ds
 
-The group of query heads that shares a key head becomes rows, so k and v are read once a group. Products
-and state are float32 (float64 for float64). m is in natural units here: a bias of finfo.min must stay
-finite, and times log2(e) it would not.
+The group of query heads that shares a key head becomes rows, so k and v are read once a group.
+Products and state are float32 (float64 for float64). m is in natural units here: a bias of
+finfo.min must stay finite, and times log2(e) it would not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor
 from ... import score
 from ...bound import Rectangle, cut
 from ...dropout import keep_tile, realised_rate, row_keys
-from ...problem import Inputs, Problem
+from ...inputs import Inputs
+from ...problem import Problem
 from ...receipt import Ran
 from ...state import finish
 from .. import Grads
@@ -53,7 +55,7 @@ class Tile(NamedTuple):
 
 
 def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
-    """o, lse and what ran; see the module's equations. The plan is remade for each packed sequence."""
+    """o, lse and what ran. The plan is made anew for each packed sequence."""
     o, lse = outputs(problem)
     by_head, lse_rows = heads_first(problem, o), lse.unsqueeze(-1)
     workspace = 0
@@ -95,7 +97,7 @@ def _forward_tile(work: Work, tile: Tile, scratch: Tensor) -> tuple[Tensor, Tens
         top = new
     kept = 1 - realised_rate(work.problem.p)
     o, lse = finish(u, top, total, kept)
-    return o.view(b, h * g, m, -1), lse.view(b, h * g, m, 1)
+    return o.view(b, h * g, m, work.problem.E), lse.view(b, h * g, m, 1)
 
 
 def backward(
@@ -105,7 +107,7 @@ def backward(
     saved: tuple[Tensor, Tensor],
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
-    """Gradients of q, k, v, bias, sinks (None where problem.grads does not want them), and what ran."""
+    """Gradients of q, k, v, bias, sinks (None where not wanted), and what ran."""
     grads = gradients(problem, x)
     workspace, widest = bytes_of(t for t in grads.sums[1:] if t is not None), 0
     copies: tuple[str, ...] = ()
@@ -143,11 +145,12 @@ def _row_facts(
     dtype = tile.q.dtype
 
     def rows(t: Tensor) -> Tensor:
-        return work.rows(t, tile.where).to(dtype).reshape(b * h, g * m, -1)
+        return work.rows(t, tile.where).to(dtype).reshape(b * h, g * m, t.shape[-1])
 
     o, lse = rows(o), rows(lse)
     do = torch.zeros_like(o) if do is None else rows(do)
-    delta = (do * o).sum(-1, keepdim=True)
+    # a row that sees nothing has o = 0, and its do may hold anything: 0 * NaN must not reach dsinks
+    delta = (do * o).masked_fill_(o == 0, 0).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - rows(dlse)
     return _Rows(do, lse.masked_fill(lse == MINUS_INF, 0), delta)
@@ -197,7 +200,7 @@ def _backward_tile(
         if dk is not None:
             _key_rows(dk, tile, j).baddbmm_(dp.transpose(1, 2), q)
     if dq is not None:
-        out = acc.mul_(work.problem.scale).view(b, h * g, m, -1)
+        out = acc.mul_(work.problem.scale).view(b, h * g, m, work.problem.D)
         work.rows(dq, tile.where).copy_(out)
     if dsinks is not None and work.sinks is not None:
         sink = cut(work.sinks, tile.where)
@@ -243,7 +246,7 @@ def _scores(
     scratch: Tensor,
     slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of a tile (R, G * m, n) in the scratch buffer, -inf where hidden; softcap's slope if asked."""
+    """Scores of a tile (R, G * m, n) in the scratch buffer, -inf where hidden; softcap's slope."""
     p = work.problem
     b, h, g, m = tile.shape
     n = j.stop - j.start
@@ -269,7 +272,7 @@ def _scores(
 
 
 def _values(work: Work, tile: Tile, j: slice, keep: Tensor | bool) -> Tensor:
-    """v of a tile of keys (R, n, E); keys that no row of the tile sees are 0, whatever they hold."""
+    """v of a tile of keys (R, n, E); keys that no row of it sees are 0, whatever they hold."""
     v = work.values(tile, j)
     return v.masked_fill(_unseen(keep, tile), 0) if isinstance(keep, Tensor) else v
 
@@ -286,13 +289,13 @@ def _grouped(t: Tensor, tile: Tile) -> Tensor:
     """(b | 1, h * G | 1, ...) -> (b | 1, h | 1, G | 1, ...), a view."""
     if t.shape[1] == 1:
         return t.unsqueeze(2)
-    return t.unflatten(1, (tile.shape[1], tile.shape[2]))
+    return t.view(t.shape[0], tile.shape[1], tile.shape[2], *t.shape[2:])
 
 
 def _key_rows(t: Tensor, tile: Tile, j: slice) -> Tensor:
-    """The part of a (B, Hk, N, width) sum that belongs to a tile of keys, as (R, n, width): a view."""
+    """The part of a (B, Hk, N, width) sum that a tile of keys owns, as (R, n, width): a view."""
     part = t[tile.where.b, tile.key_heads, j]
-    return part.view(-1, *part.shape[2:])
+    return part.view(part.shape[0] * part.shape[1], *part.shape[2:])
 
 
 def _drop_keys(work: Work, where: Rectangle) -> tuple[Tensor, Tensor] | None:

@@ -5,11 +5,13 @@ Which kernel (engine) serves is decided here; what each engine cannot do, and wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...problem import Inputs, Problem
+from ...inputs import Inputs
+from ...problem import Problem
 from ...receipt import Ran
 from .. import BACKWARD_LSE, FORWARD, Grads
 from . import cpu, cuda
@@ -65,8 +67,8 @@ def plan(problem: Problem, phase: str) -> Plan:
 
 def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
-    module = cpu if problem.device.type == "cpu" else cuda
-    return module.forward(problem, plan, x)
+    engine = cpu.forward if problem.device.type == "cpu" else cuda.forward
+    return engine(problem, plan, x)
 
 
 def backward(
@@ -77,12 +79,12 @@ def backward(
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k and v, and what ran."""
-    module = cpu if problem.device.type == "cpu" else cuda
+    engine = cpu.backward if problem.device.type == "cpu" else cuda.backward
     assert cotangents[0] is not None  # a cotangent of lse is refused
-    return module.backward(problem, plan, x, saved, cotangents[0])
+    return engine(problem, plan, x, saved, cotangents[0])
 
 
-def _engines(p: Problem):  # type: ignore[no-untyped-def]
+def _engines(p: Problem) -> dict[str, Callable[[Problem, str], list[str]]]:
     return {"cpu": cpu.ENGINES, "cuda": cuda.ENGINES}.get(p.device.type, {})
 
 
@@ -103,13 +105,15 @@ def _common(p: Problem, phase: str) -> list[str]:
         )
         if there
     ]
+    if not p.scale > 0:
+        why.append("it takes the maximum of a row before the scale, so the scale must be positive")
     if 0 in (p.B, p.Hq, p.M, p.N):
         why.append("it is not asked for empty problems")
     served = ("full()", "causal(start)")
     square = p.mask == "causal(end)" and p.M in (1, p.N)
     if p.mask not in served and not square:
         hint = " with M != N" if p.mask == "causal(end)" else ""
-        why.append(f"the mask {p.mask}{hint} is not one that it has without an M x N array")
+        why.append(f"it has the mask {p.mask}{hint} only as an M x N array")
     names = [name for name, s in zip("qkv", p.strides, strict=True) if s[-1] != 1]
     if names:
         why.append(f"the last axis of {' and '.join(names)} is strided")

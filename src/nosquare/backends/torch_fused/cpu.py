@@ -1,4 +1,4 @@
-"""torch's flash attention for CPUs: any of the four dtypes forward, float32 and float64 backward."""
+"""torch's flash attention for CPUs: all dtypes forward, float32 and float64 backward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...axes import lay_out_bias
-from ...device import describe
-from ...problem import Inputs, Problem
+from ...inputs import Inputs
+from ...problem import Problem
 from ...receipt import Ran
 from .. import FORWARD, Grads
 
@@ -30,8 +30,8 @@ def refusals(p: Problem, phase: str) -> list[str]:
     if short and phase != FORWARD:
         # measured: the error of dk and dv grows with N; float32 sums are the contract
         why.append(f"it sums gradients in {str(p.dtype).removeprefix('torch.')}")
-    if short and not {"avx512_bf16", "amx_bf16"} & set(describe("cpu").features):
-        why.append("this CPU has no 16-bit products, and emulated ones are slower than float32 tiles")
+    if p.bias is not None and short:
+        why.append(f"it rounds a bias to {str(p.dtype).removeprefix('torch.')}")
     if p.bias is not None and phase != FORWARD:
         why.append("with a bias, rows that see nothing need care that its backward does not take")
     if len(p.batch) > 1 and not _even(p):
@@ -46,6 +46,8 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o in the promised memory order, lse contiguous."""
     q, k, v = _flat(p, plan, x)
     bias = None if x.bias is None else lay_out_bias(x.bias, p.batch).to(p.dtype)
+    if bias is not None and bias.shape[-1] > 1:
+        bias = bias[..., : plan.keys]
     if plan.fold:
         q = q.reshape(p.B, p.Hk, p.G, p.D)
     o, lse = torch._scaled_dot_product_flash_attention_for_cpu(
@@ -54,8 +56,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     if plan.fold:
         o, lse = o.reshape(p.B, p.Hq, 1, p.E), lse.reshape(p.B, p.Hq, 1)
     if bias is not None:  # the kernel says 0 for a row that sees nothing
-        dead = torch.isneginf(bias.amax(-1))
-        lse = lse.masked_fill(dead, float("-inf"))
+        lse = lse.masked_fill(_dead(bias, p.M, plan.causal), float("-inf"))
     if len(p.batch) != 1:
         o = o.reshape(p.o_shape)
     return p.promised(o), lse.contiguous().view(p.lse_shape), Ran((KERNEL,), 0, ())
@@ -78,6 +79,18 @@ def backward(
             g = torch.nn.functional.pad(g, (0, 0, 0, given.shape[-2] - g.shape[-2]))
         out.append(g.reshape(given.shape) if name in p.grads else None)
     return (*out, None, None), Ran((f"{KERNEL}_backward",), 0, ())
+
+
+def _dead(bias: Tensor, m: int, causal: bool) -> Tensor:
+    """Rows whose bias hides every key that they may see: bool (B | 1, Hq | 1, M | 1)."""
+    n = bias.shape[-1]
+    if not causal or n == 1:
+        return torch.isneginf(bias.amax(-1))
+    if bias.shape[-2] > 1:
+        above = torch.ones(m, n, dtype=torch.bool, device=bias.device).triu(1)
+        return (torch.isneginf(bias) | above).all(-1)
+    best = bias[..., 0, :].cummax(-1).values  # over the keys up to each
+    return torch.isneginf(best[..., torch.arange(m, device=bias.device).clamp(max=n - 1)])
 
 
 def _flat(p: Problem, plan: Plan, x: Inputs) -> list[Tensor]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...problem import Inputs, Problem
+from ...inputs import Inputs
+from ...problem import Problem
 from ...receipt import Ran
 from .. import FORWARD, Grads
 
@@ -57,6 +58,10 @@ def _cudnn(p: Problem, phase: str) -> list[str]:
     why = _flash(p, phase)
     if p.D > 128:
         why.append("D is at most 128")
+    if phase != FORWARD and (p.M % 128 or p.N % 128):
+        # seen on an H200 with cuDNN 9: where a row's lse is below -88.7, what it pads a tile with
+        # becomes exp(-lse) = inf, and the gradients NaN (pytorch/pytorch#196678)
+        why.append("its backward can give NaN when M or N is not a multiple of 128")
     if torch.version.hip or torch.cuda.get_device_capability(p.device)[0] < 9:
         why.append("slower than flash attention before sm_90")
     if not torch.backends.cudnn.is_available():
@@ -66,8 +71,9 @@ def _cudnn(p: Problem, phase: str) -> list[str]:
 
 def _efficient(p: Problem, phase: str) -> list[str]:
     why = _shared(p, phase)
-    if p.dtype == torch.float64:
-        why.append("float32 and 16-bit only")
+    if p.dtype != torch.float32:
+        # its 16-bit backward has read o with the wrong strides; flash attention serves those
+        why.append("float32 only")
     if p.G > 1:
         why.append("it has no grouped heads")
     return why
@@ -123,6 +129,7 @@ def backward(
         )
     else:
         lse = torch.nn.functional.pad(lse, (0, -p.M % 32))
+        do, o = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (do, o))  # its own order
         grads = _aten._scaled_dot_product_efficient_attention_backward(
             *(do, q, k, v, None, o, lse, unused, unused, 0.0, [True, True, True, False]),
             plan.causal,

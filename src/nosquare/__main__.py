@@ -1,0 +1,5 @@
+"""`python -m nosquare` is the `nosquare` command."""
+
+from .cli import main
+
+main()

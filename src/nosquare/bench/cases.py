@@ -1,0 +1,269 @@
+"""A case is one line: phase, dtype, sizes, mask, features.
+
+    forward float32 B1 Hq8 Hk8 M4096 N4096 D64 causal(start)
+    decode bfloat16 B1 Hq32 Hk8 M1 N65536 D128 full()
+    forward+backward float32 B1 Hq8 Hk8 M4096 N4096 D64 E128 full() bias=Hq,1,N dropout=0.1
+
+E is left out where it equals D. The mask is spelled as str(mask) spells it; its arrays t0, t1, ...
+are made from the seed (see Data.of). Features:
+
+    dropout=p  softcap=x  bias=axes (Hq or 1, M or 1, N or 1)  alibi  sinks
+    grad       forward alone, of inputs that require gradients
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bound import Bound, Rectangle
+from ..errors import ArgumentError, NosquareError
+from ..mask import Mask, parse
+
+PHASES = ("forward", "backward", "forward+backward", "decode")
+DTYPES = {str(t).removeprefix("torch."): t for t in
+          (torch.float64, torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+FLOP_CONVENTION = (
+    "2*pairs*(D+E) forward, 2*pairs*(3D+2E) backward, pairs = visible (batch, head, query, key)"
+)
+EXAMPLE = "forward float32 B1 Hq8 Hk8 M1024 N1024 D64 causal(start)"
+_SIZES = ("B", "Hq", "Hk", "M", "N", "D", "E")
+_SIZE = re.compile(r"(B|Hq|Hk|M|N|D|E)(\d+)")
+_ARRAYS = re.compile(r"(lengths|documents|dense|blocksparse)\([^()]*?(?:block=(\d+))?\)")
+_TILE = 1024  # side of the squares in which pairs are counted
+_DOCUMENTS = 4  # how many a made mask has
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question put to all contestants; str(case) is its line, and Case.parse reads it back.
+
+    bias  names of its axes joined by commas, as "Hq,1,N"; "" for none
+    grad  forward alone is timed, but the inputs require gradients
+    """
+
+    phase: str
+    dtype: torch.dtype
+    B: int
+    Hq: int
+    Hk: int
+    M: int
+    N: int
+    D: int
+    E: int
+    mask: str = "full()"
+    dropout: float = 0.0
+    softcap: float | None = None
+    bias: str = ""
+    alibi: bool = False
+    sinks: bool = False
+    grad: bool = False
+
+    def __str__(self) -> str:
+        sizes = [
+            f"{name}{getattr(self, name)}" for name in _SIZES if name != "E" or self.E != self.D
+        ]
+        words = [self.phase, str(self.dtype).removeprefix("torch."), *sizes, self.mask]
+        words += [f"dropout={self.dropout}"] if self.dropout else []
+        words += [f"softcap={self.softcap}"] if self.softcap is not None else []
+        words += [f"bias={self.bias}"] if self.bias else []
+        words += [name for name in ("alibi", "sinks", "grad") if getattr(self, name)]
+        return " ".join(words)
+
+    @staticmethod
+    def parse(line: str) -> Case:
+        """Read a line. Raises ArgumentError when it is not a case, or no mask of that size."""
+        try:
+            case = _read(line.split())
+            tiny = replace(case, B=1, M=min(case.M, 8), N=min(case.N, 8))
+            mask = parse(case.mask, mask_arrays(tiny, torch.Generator()))
+            Bound(mask, (1,), case.Hq, tiny.M, tiny.N)  # raises where an array does not fit
+        except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+            why = error.sentence if isinstance(error, NosquareError) else str(error)
+            raise ArgumentError(
+                "This line is not a benchmark case.",
+                {"line": repr(line), "because": why, "phases": ", ".join(PHASES),
+                 "dtypes": ", ".join(DTYPES)},
+                f'"{EXAMPLE}".',
+            ) from None  # fmt: skip
+        return case
+
+    @property
+    def G(self) -> int:
+        """Query heads that share a key head."""
+        return self.Hq // self.Hk
+
+    @property
+    def wants_grads(self) -> bool:
+        """Whether gradients are computed, and so compared."""
+        return "backward" in self.phase
+
+    def flops(self, pairs: int) -> int:
+        """Floating-point operations by FLOP_CONVENTION, for this many visible pairs."""
+        forward, backward = 2 * pairs * (self.D + self.E), 2 * pairs * (3 * self.D + 2 * self.E)
+        return {"backward": backward, "forward+backward": forward + backward}.get(
+            self.phase, forward
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of k and v together: what a decoding step must read."""
+        return self.B * self.Hk * self.N * (self.D + self.E) * self.dtype.itemsize
+
+
+def _read(words: list[str]) -> Case:
+    phase, dtype, rest = words[0], DTYPES[words[1]], words[2:]
+    if phase not in PHASES:
+        raise ValueError(f"{phase!r} is not a phase")
+    sizes: dict[str, int] = {}
+    while rest and (found := _SIZE.fullmatch(rest[0])):
+        sizes[found[1]] = int(found[2])
+        rest = rest[1:]
+    if missing := [name for name in _SIZES[:-1] if not sizes.get(name)]:
+        raise ValueError(f"no {missing[0]}, or it is 0")
+    if sizes["Hq"] % sizes["Hk"] or (phase == "decode" and sizes["M"] != 1):
+        raise ValueError("Hq is a multiple of Hk, and decoding has M1")
+    more: dict[str, Any] = {"E": sizes["D"], "mask": rest[0], **sizes}
+    for word in rest[1:]:
+        name, _, value = word.partition("=")
+        if name in ("alibi", "sinks", "grad") and not value:
+            more[name] = True
+        elif name in ("dropout", "softcap"):
+            more[name] = float(value)
+        elif name == "bias" and re.fullmatch("(Hq|1),(M|1),(N|1)", value):
+            more[name] = value
+        else:
+            raise ValueError(f"{word!r} is not a feature")
+    if more.get("grad") and phase != "forward":
+        raise ValueError("grad belongs to the phase forward")
+    return Case(phase, dtype, **more)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The arrays of a case.
+
+    q (B, Hq, M, D)  k (B, Hk, N, D)  v (B, Hk, N, E)  do (B, Hq, M, E)
+    bias   axes as the case names them, in the case's dtype; None where absent
+    alibi, sinks  (Hq,) float32; None where absent
+    first  (b, h): which entry and query head of the whole case this begins at
+    """
+
+    case: Case
+    mask: Mask
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: int = 0
+    first: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(case: Case, seed: int = 0) -> Data:
+        """Standard normal numbers from the seed.
+
+        Lengths are between N/4 and N; documents are four of equal length; dense pairs are visible
+        with probability 1/2, tiles of a block-sparse layout too (its diagonal always). ALiBi slopes
+        are 2^-1, 2^-2, ...; biases and sinks are normal.
+        """
+        random = torch.Generator().manual_seed(seed)
+        c = case
+
+        def normal(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
+            return torch.randn(shape, generator=random).to(dtype)
+
+        mask = parse(c.mask, mask_arrays(c, random))
+        sizes = {"Hq": c.Hq, "M": c.M, "N": c.N, "1": 1}
+        bias = normal(*(sizes[a] for a in c.bias.split(","))) if c.bias else None
+        q, k = normal(c.B, c.Hq, c.M, c.D), normal(c.B, c.Hk, c.N, c.D)
+        v, do = normal(c.B, c.Hk, c.N, c.E), normal(c.B, c.Hq, c.M, c.E)
+        alibi = 0.5 ** torch.arange(1.0, c.Hq + 1) if c.alibi else None
+        sinks = normal(c.Hq, dtype=torch.float32) if c.sinks else None
+        data = Data(c, mask, q, k, v, do, bias, alibi, sinks, seed)
+        if c.wants_grads or c.grad:
+            for t in data.leaves.values():
+                t.requires_grad_()
+        return data
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The arrays that have gradients, by name."""
+        found = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sinks": self.sinks}
+        return {name: t for name, t in found.items() if t is not None}
+
+    def part(self, b: int, key_head: int) -> Data:
+        """One batch entry and the group of one key head, as a case of its own."""
+        c, h = self.case, slice(key_head * self.case.G, (key_head + 1) * self.case.G)
+        small = replace(c, B=1, Hk=1, Hq=c.G)
+        arrays = [
+            array[b : b + 1] if kind in ("lengths", "q_ids", "k_ids") else array
+            for (kind, _), array in zip(_arrays(c.mask), self.mask.tensors, strict=True)
+        ]
+        heads = {name: cut_heads(t, h, c) for name, t in
+                 (("bias", self.bias), ("alibi", self.alibi), ("sinks", self.sinks))}  # fmt: skip
+        one = slice(b, b + 1), slice(key_head, key_head + 1)
+        q, do = self.q[one[0], h], self.do[one[0], h]
+        k, v = self.k[one], self.v[one]
+        first = (self.first[0] + b, self.first[1] + h.start)
+        return Data(small, parse(c.mask, arrays), q, k, v, do, **heads, seed=self.seed, first=first)
+
+
+def cut_heads(t: Tensor | None, h: slice, case: Case) -> Tensor | None:
+    """The heads h of a bias, of slopes or of sinks."""
+    return t if t is None or t.shape[0] != case.Hq else t[h]
+
+
+def _arrays(spelling: str) -> list[tuple[str, int]]:
+    """(kind, block) of each array of a mask, in order; of documents, "q_ids" and "k_ids"."""
+    found: list[tuple[str, int]] = []
+    for kind, block in _ARRAYS.findall(spelling):
+        names = ("q_ids", "k_ids") if kind == "documents" else (kind,)
+        found += [(name, int(block or 1)) for name in names]
+    return found
+
+
+def mask_arrays(case: Case, random: torch.Generator) -> list[Tensor]:
+    """Arrays for the mask's t0, t1, ...: lengths (B,), ids (B, M), (B, N), dense (M, N), layout."""
+    c, made = case, []
+    for kind, block in _arrays(c.mask):
+        if kind == "lengths":
+            low = max(c.N // 4, 1)
+            made.append(torch.randint(low, c.N + 1, (c.B,), generator=random))
+        elif kind in ("q_ids", "k_ids"):
+            length = c.M if kind == "q_ids" else c.N
+            ids = torch.arange(length) * _DOCUMENTS // length
+            made.append(ids.expand(c.B, length).contiguous())
+        elif kind == "dense":
+            made.append(torch.rand(c.M, c.N, generator=random) < 0.5)
+        else:
+            rows, columns = -(-c.M // block), -(-c.N // block)
+            layout = torch.rand(rows, columns, generator=random) < 0.5
+            made.append(layout | torch.eye(rows, columns, dtype=torch.bool))
+    return made
+
+
+def visible_pairs(data: Data) -> int:
+    """How many (batch, head, query, key) are visible: counted from the mask, square by square."""
+    c = data.case
+    bound = Bound(data.mask, (c.B,), c.Hq, c.M, c.N)
+    total = 0
+    for i in range(0, c.M, _TILE):
+        rows = slice(i, min(i + _TILE, c.M))
+        low, high = bound.span(rows.start, rows.stop)
+        for j in range(low, high, _TILE):
+            keys = slice(j, min(j + _TILE, high))
+            shape = (c.B, c.Hq, rows.stop - rows.start, keys.stop - keys.start)
+            keep = bound.tile(Rectangle(slice(0, c.B), slice(0, c.Hq), rows, keys))
+            if isinstance(keep, Tensor):
+                total += int(keep.sum()) * (math.prod(shape) // max(keep.numel(), 1))
+            else:
+                total += math.prod(shape) if keep else 0
+    return total

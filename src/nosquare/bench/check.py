@@ -1,0 +1,230 @@
+"""Is a contestant right? Asked before it is timed.
+
+The truth is nosquare.oracle in float64 on the very numbers that the contestant gets: for some batch
+entries and key heads (each with its whole group of query heads), on sampled rows when only o is
+wanted, on all rows, summed block by block, when gradients are. torch draws its dropout mask from
+its own generator: it is checked at a small size, in the same formula, with that mask drawn again.
+
+The bound says what rounding may do, relative to what it does to the plain formula:
+
+    bound = 4 * (error of the dense formula in float32) + 4 * u * max |truth|
+
+Tiles and threads reorder the float32 sums, which the first term covers with room for an unlucky
+order. In the second u is the dtype's unit roundoff, for the at most four roundings to it on the way
+(weights, gradients of scores, o where backward reads it, the result), or 2^-20, what the fastest
+exponential of torch's kernels keeps, where that is larger. For float64, float32's error is scaled
+by 2^-29. In float32, a key too many in a row of 4096 moves o by hundreds of times that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import oracle
+from ..axes import lay_out_bias, per_head
+from ..bound import Rectangle, cut, visible
+from ..inputs import Inputs, Spec
+from ..problem import Problem
+from ..score import alibi as alibi_scores
+from .cases import Case, Data, cut_heads
+from .contestants import Contestant, prepare
+
+SAMPLED_ROWS, SAMPLED_HEADS = 64, 4
+GRADIENT_ELEMENTS = (
+    1 << 23
+)  # visible or not, how many pairs of float64 gradients are worth checking
+BLOCK_ELEMENTS = 1 << 22  # scores held at once
+REPLAY_TOKENS = 256  # at this size torch's dropout is checked
+ROUNDINGS, ALLOWANCE = 4, 4
+EXP_ERROR = 2.0**-20
+FLOAT32_TO_64 = 2.0**-29
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. error, bound: largest absolute differences; how: with what, and where."""
+
+    what: str
+    error: float
+    bound: float
+    how: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the bound; NaN is not."""
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.what} error {self.error:.1e}, bound {self.bound:.1e}"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right about one part of a case, and how far float32 is from it.
+
+    part   the batch entry and key head it is about
+    rows   the query rows of o that are in it
+    """
+
+    entry: int
+    key_head: int
+    rows: Tensor
+    right: Mapping[str, Tensor]
+    plain: Mapping[str, Tensor]
+
+
+def truths(data: Data) -> list[Truth]:
+    """The oracle's answers about a sample of the case; shared by all contestants."""
+    found, rows = [], _rows(data.case)
+    for b, h in _heads(data.case):
+        part = data.part(b, h)
+        right, plain = (_dense(part, rows, t) for t in (torch.float64, torch.float32))
+        found.append(Truth(b, h, rows, right, plain))
+    return found
+
+
+def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
+          known: Sequence[Truth]) -> list[Check]:  # fmt: skip
+    """Compare a contestant's answer `out` with what is known to be right."""
+    if contestant.own_dropout and data.case.dropout:
+        return _check_replayed(contestant, data.case)
+    heads = ", ".join(f"entry {t.entry} key head {t.key_head}" for t in known)
+    count = known[0].rows.numel()
+    how = f"float64 oracle: {heads}; {count} of {data.case.M} rows"
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for truth in known:
+        mine = _part_of(out, data.case, truth)
+        for name in mine:
+            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case.dtype)
+            pairs.setdefault(name, []).append(pair)
+    # the worst is the one nearest to its bound, or NaN
+    worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
+    return [Check(name, error, bound, how) for name, (error, bound) in worst.items()]
+
+
+def _compare(mine: Tensor, right: Tensor, plain: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """(error, bound) of one array."""
+    if mine.shape != right.shape:
+        return float("nan"), 0.0
+    yardstick = float((plain - right).abs().max())
+    largest = float(right.abs().max())
+    if dtype == torch.float64:
+        yardstick, u = yardstick * FLOAT32_TO_64, 2.0**-53
+    else:
+        u = max(EXP_ERROR, torch.finfo(dtype).eps / 2)
+    error = float((mine.double() - right).abs().max())
+    return error, ALLOWANCE * yardstick + ROUNDINGS * u * largest
+
+
+def _nearness(pair: tuple[float, float]) -> float:
+    error, bound = pair
+    return float("inf") if error != error else error / bound if bound else error
+
+
+def _rows(case: Case) -> Tensor:
+    if case.wants_grads or case.M <= SAMPLED_ROWS:
+        return torch.arange(case.M)
+    return torch.linspace(0, case.M - 1, SAMPLED_ROWS).long()
+
+
+def _heads(case: Case) -> list[tuple[int, int]]:
+    """The (entry, key head) that are looked at: spread evenly, the last always among them."""
+    count = SAMPLED_HEADS
+    if case.wants_grads:
+        count = min(max(GRADIENT_ELEMENTS // (case.G * case.M * case.N), 1), count)
+    every = case.B * case.Hk
+    count = min(count, every)
+    numbers = [every - 1 - n * every // count for n in range(count)]
+    return [divmod(n, case.Hk) for n in numbers]
+
+
+def _part_of(out: Mapping[str, Tensor], case: Case, truth: Truth) -> dict[str, Tensor]:
+    """The same part of a contestant's answer; of sums over the batch (dbias, dsinks) for B = 1."""
+    b, h = slice(truth.entry, truth.entry + 1), truth.key_head
+    group, own = slice(h * case.G, (h + 1) * case.G), slice(h, h + 1)
+    found = {}
+    for name, t in out.items():
+        if name == "o":
+            found[name] = t.detach()[b, group][:, :, truth.rows]
+        elif name == "dq":
+            found[name] = t[b, group]
+        elif name in ("dk", "dv"):
+            found[name] = t[b, own]
+        elif case.B == 1 and (name == "dsinks" or case.bias.startswith("Hq") or case.Hk == 1):
+            cropped = cut_heads(t, group, case)
+            assert cropped is not None
+            found[name] = cropped
+    return found
+
+
+def _dense(part: Data, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """o of the rows and, where the case has gradients, all of them, by oracle.rows in one dtype.
+
+    returns float64: o (1, G, rows, E), dq, dk, dv, dbias, dsinks
+    """
+    c = part.case
+    leaves = {n: t.detach().to(dtype).requires_grad_(c.wants_grads) for n, t in part.leaves.items()}
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    bias, sinks = leaves.get("bias"), leaves.get("sinks")
+    seed = torch.tensor(part.seed) if c.dropout else None
+    x = Inputs(q, k, v, bias, sinks, part.alibi, seed, arrays=part.mask.tensors)
+    spec = Spec(str(part.mask), None, c.softcap, c.dropout, (*part.first, 0, 0))
+    problem = Problem.of(x, spec)
+    fixed = oracle.Fixed.of(problem, x)
+    outs, total = [], {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in leaves.items()}
+    for index in torch.split(rows, max(BLOCK_ELEMENTS // (c.G * c.N), 1)):
+        where = Rectangle(slice(0, 1), slice(0, c.G), index, slice(0, c.N))
+        piece = None if bias is None else cut(lay_out_bias(bias, (1,)), where)
+        sink = None if sinks is None else per_head(sinks, (1,), c.G)
+        with torch.set_grad_enabled(c.wants_grads):
+            o, _ = oracle.rows(fixed, index, q.index_select(2, index), k, v, piece, sink)
+        outs.append(o.detach().double())
+        if c.wants_grads:
+            do = part.do.index_select(2, index).to(dtype)
+            for name, grad in zip(
+                total, torch.autograd.grad(o, [*leaves.values()], do), strict=True
+            ):
+                total[name] += grad
+    found = {"o": torch.cat(outs, 2)}
+    return found | ({f"d{n}": t for n, t in total.items()} if c.wants_grads else {})
+
+
+def _check_replayed(contestant: Contestant, case: Case) -> list[Check]:
+    """torch's dropout at a small size: its mask is drawn again from the same state."""
+    small = replace(case, M=min(case.M, REPLAY_TOKENS), N=min(case.N, REPLAY_TOKENS))
+    data = Data.of(small)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        ready = prepare(contestant, data)
+        if small.phase != "backward":
+            torch.manual_seed(1)
+        out = ready.outputs()
+        torch.manual_seed(1)
+        ones = torch.ones(small.B, small.Hq, small.M, small.N)
+        weight = torch.nn.functional.dropout(ones, small.dropout)
+    right, plain = (_dense_with(data, weight, t) for t in (torch.float64, torch.float32))
+    how = f"float64 formula with torch's own dropout mask drawn again, M = {small.M}, N = {small.N}"
+    return [
+        Check(name, *_compare(t.detach(), right[name], plain[name], small.dtype), how)
+        for name, t in out.items()
+    ]
+
+
+def _dense_with(data: Data, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Dense attention whose weights are multiplied by `weight` (B, Hq, M, N), and its gradients."""
+    c = data.case
+    leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in data.leaves.items()}
+    k, v = (leaves[n].repeat_interleave(c.G, 1) for n in "kv")
+    s = leaves["q"] @ k.mT * c.D**-0.5 + leaves.get("bias", 0)
+    if data.alibi is not None:
+        place = torch.arange(c.M) + (c.N - c.M)
+        s = s + alibi_scores(data.alibi[:, None, None].to(dtype), place, torch.arange(c.N))
+    s = s.masked_fill(~visible(data.mask, c.M, c.N, c.Hq, (c.B,)), float("-inf"))
+    o = (torch.softmax(s, -1) * weight.to(dtype)) @ v
+    grads = torch.autograd.grad(o, [*leaves.values()], data.do.to(dtype))
+    found = {"o": o} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+    return {n: t.detach().double() for n, t in found.items()}

@@ -1,0 +1,131 @@
+"""Results as a table in the terminal, with a verdict on what was aimed at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .timing import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MIB = 2**20
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a suite is held to.
+
+    least_ratio    torch's time over nosquare's, at least; None: no aim
+    most_extra_us  nosquare's time less torch's, at most; None: no aim
+    """
+
+    least_ratio: float | None = None
+    most_extra_us: float | None = None
+
+    def words(self) -> str:
+        """The aim in words; "" where there is none."""
+        if self.least_ratio is not None:
+            return f"aim: ratio >= {self.least_ratio}"
+        if self.most_extra_us is not None:
+            return f"aim: at most {self.most_extra_us:g} us more than torch"
+        return ""
+
+    def missed(self, result: Result) -> bool:
+        """Whether a case misses it: nosquare was not timed, or torch was and the numbers say so."""
+        if self.least_ratio is None and self.most_extra_us is None:
+            return False
+        mine, theirs = result.of("nosquare").median_us, result.of("torch").median_us
+        if math.isnan(mine):
+            return True
+        if math.isnan(theirs):
+            return False
+        if self.least_ratio is not None and theirs / mine < self.least_ratio:
+            return True
+        return self.most_extra_us is not None and mine - theirs > self.most_extra_us
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """Of the ratios that are numbers; NaN when there are none."""
+    known = [r for r in ratios if not math.isnan(r)]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
+
+
+def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> None:
+    """Print the table of one suite, the geometric mean, misses of the aim, who was not timed."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("case")
+    memory = any(e.peak_bytes is not None for r in results for e in r.entries)
+    extra = aim.most_extra_us is not None
+    names = ["torch us", "nosquare us", "extra us" if extra else "ratio"]
+    names += ["torch GF/s", "nosquare GF/s", "error ratio"]
+    names += ["torch MiB", "nosquare MiB"] if memory else []
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("ran")
+    for result in results:
+        style = "yellow" if aim.missed(result) else None
+        table.add_row(*_cells(result, memory, extra), style=style)
+    mean = math.nan if extra else geometric_mean([r.ratio() for r in results])
+    if not math.isnan(mean):
+        pad = [""] * (len(names) - 3)
+        table.add_section()
+        table.add_row("geometric mean", "", "", f"{mean:.2f}", *pad, "")
+    console.print(table)
+    missed = [r for r in results if aim.missed(r)]
+    if aim.words():
+        verdict = f"[yellow]{len(missed)} of {len(results)} miss[/yellow]" if missed else "met"
+        console.print(f"{aim.words()}: {verdict}")
+    for result in results:
+        for entry in result.entries:
+            if entry.refused:
+                console.print(f"not timed: {entry.contestant}, {result.case}: {entry.refused}",
+                              markup=False)  # fmt: skip
+
+
+def _cells(result: Result, memory: bool, extra: bool) -> list[str]:
+    torch, mine = result.of("torch"), result.of("nosquare")
+    gap = _us(mine.median_us - torch.median_us) if extra else _two(result.ratio())
+    cells = [str(result.case), _us(torch.median_us), _us(mine.median_us), gap]
+    cells += [_rate(result, entry.median_us) for entry in (torch, mine)]
+    cells.append(_two(error_ratio(result)))
+    if memory:
+        cells += [NONE if e.peak_bytes is None else f"{e.peak_bytes / MIB:,.1f}"
+                  for e in (torch, mine)]  # fmt: skip
+    return [*cells, f"{mine.ran or NONE} (torch: {torch.ran or NONE})"]
+
+
+def error_ratio(result: Result) -> float:
+    """nosquare's error over torch's, the largest of all outputs; NaN where one is unknown or 0.
+
+    Under dropout the two are not compared: their masks differ, and so do their answers.
+    """
+    theirs = {c.what: c.error for c in result.of("torch").checks}
+    mine = {c.what: c.error for c in result.of("nosquare").checks}
+    known = [mine[w] / theirs[w] for w in mine if theirs.get(w)]
+    return max(known) if known and not result.case.dropout else math.nan
+
+
+def _us(time_us: float) -> str:
+    if math.isnan(time_us):
+        return NONE
+    return f"{time_us:,.1f}" if time_us < 1000 else f"{time_us:,.0f}"
+
+
+def _two(number: float) -> str:
+    return NONE if math.isnan(number) else f"{number:.2f}"
+
+
+def _rate(result: Result, time_us: float) -> str:
+    """GF/s; for decoding, GB/s of k and v."""
+    if math.isnan(time_us):
+        return NONE
+    if result.case.phase == "decode":
+        return f"{result.case.cache_bytes / time_us / 1000:.1f} GB/s"
+    return f"{result.case.flops(result.pairs) / time_us / 1000:.1f}"

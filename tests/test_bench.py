@@ -1,0 +1,297 @@
+"""The benchmark itself: its grammar, its checks, its records. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import house
+import nosquare as ns
+from nosquare.bench import contestants, cpu, memory, record, report
+from nosquare.bench.cases import Case, Data, visible_pairs
+from nosquare.bench.check import check, truths
+from nosquare.bench.contestants import NOSQUARE, TORCH, Contestant, answer
+from nosquare.bench.report import Aim
+from nosquare.bench.timing import Entry, Result, Rounds, interleave, measure
+from nosquare.mask import KINDS
+
+FEW = Rounds(least=2, most=2, seconds=0.0)
+SMALL = "float32 B2 Hq4 Hk2 M33 N47 D8"
+LINES = [
+    f"forward {SMALL} causal(start)",
+    f"backward {SMALL} E5 causal(end)&window(before=5,after=0)",
+    f"forward+backward {SMALL} full() dropout=0.1 softcap=30.0 bias=Hq,1,N alibi sinks",
+    f"forward {SMALL} lengths(t0) grad",
+    "decode bfloat16 B1 Hq32 Hk8 M1 N65536 D128 full()",
+]
+# one spelling of every kind, and compositions
+MASKS = {
+    "full": "full()",
+    "causal": "causal(start)",
+    "window": "window(before=5,after=2)",
+    "prefix": "causal(end)|prefix(n=7)",
+    "lengths": "causal(end)&lengths(t0)",
+    "documents": "causal(start)&documents(t0,t1)",
+    "dense": "dense(t0)&lengths(t1)",
+    "blocksparse": "blocksparse(t0,block=16)|documents(t1,t2)",
+}
+
+
+# ---- the grammar ----
+
+
+@pytest.mark.parametrize("line", [*LINES, *(x for s in cpu.SUITES for x in (*s.cases, *s.quick))])
+def test_line_round_trip(line: str) -> None:
+    case = Case.parse(line)
+    assert str(case) == line
+    assert Case.parse(str(case)) == case
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "sideways float32 B1 Hq1 Hk1 M1 N1 D1 full()",
+        "forward float33 B1 Hq1 Hk1 M1 N1 D1 full()",
+        "forward float32 B1 Hq1 Hk1 M1 N1 full()",
+        "forward float32 B1 Hq3 Hk2 M1 N1 D1 full()",
+        "forward float32 B1 Hq1 Hk0 M1 N1 D1 full()",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1 fool()",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() dropout",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() speed=9",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() bias=N,M",
+        "backward float32 B1 Hq1 Hk1 M1 N1 D1 full() grad",
+        "decode float32 B1 Hq1 Hk1 M2 N1 D1 full()",
+    ],
+)
+def test_bad_line(line: str) -> None:
+    with pytest.raises(ns.ArgumentError, match=r"not a benchmark case.*\n(.*\n)*.*Try: "):
+        Case.parse(line)
+
+
+def test_flops_follow_the_convention() -> None:
+    case = Case.parse("forward float32 B1 Hq1 Hk1 M4 N4 D8 E4 full()")
+    assert case.flops(16) == 2 * 16 * (8 + 4)
+    assert replace(case, phase="backward").flops(16) == 2 * 16 * (3 * 8 + 2 * 4)
+    both = replace(case, phase="forward+backward").flops(16)
+    assert both == case.flops(16) + replace(case, phase="backward").flops(16)
+
+
+# ---- pairs ----
+
+
+def test_every_kind_is_counted() -> None:
+    assert set(MASKS) == set(KINDS)
+
+
+@pytest.mark.parametrize("mask", MASKS.values())
+@pytest.mark.parametrize("tile", [10, 1024])
+def test_pairs_are_those_of_the_mask(mask: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nosquare.bench.cases._TILE", tile)
+    data = Data.of(Case.parse(f"forward {SMALL} {mask}"))
+    c = data.case
+    assert visible_pairs(data) == int(ns.visible(data.mask, c.M, c.N, c.Hq, (c.B,)).sum())
+
+
+# ---- the check ----
+
+
+def spoiled(name: str, how: float) -> Contestant:
+    """nosquare with an answer that is off by `how` in one place of the last head and row."""
+
+    def attend(data: Data) -> contestants.Attend:
+        right = NOSQUARE.attend(data)
+
+        def wrong() -> torch.Tensor:
+            off = torch.zeros(data.do.shape)
+            off[-1, -1, -1, -1] = how
+            return right() + off.to(data.case.dtype)
+
+        return wrong
+
+    return Contestant(name, attend)
+
+
+def shifted(data: Data) -> contestants.Attend:
+    """An off-by-one in the causal mask."""
+    mask = ns.Window(before=None, after=1, align="start")
+    return lambda: ns.attention(data.q, data.k, data.v, mask=mask)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "forward+backward"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_right_answers_are_timed_and_wrong_ones_not(phase: str, dtype: str) -> None:
+    case = Case.parse(f"{phase} {dtype} B2 Hq4 Hk2 M70 N70 D16 E8 causal(start)")
+    result = measure(case, [TORCH, NOSQUARE, Contestant("shifted", shifted)], FEW)
+    for name in ("torch", "nosquare"):
+        entry = result.of(name)
+        assert not entry.refused
+        assert len(entry.samples_us) == 2
+        assert entry.ran
+    bad = result.of("shifted")
+    assert bad.refused.startswith("wrong: ")
+    assert not bad.samples_us
+
+
+@pytest.mark.parametrize("off", [1e-4, math.nan, math.inf])
+def test_one_wrong_number_is_enough(off: float) -> None:
+    case = Case.parse("forward float32 B1 Hq2 Hk2 M200 N200 D16 full()")
+    entry = measure(case, [spoiled("off", off)], FEW).of("off")
+    assert entry.refused.startswith("wrong: o ")
+    assert not measure(case, [spoiled("fine", 0.0)], FEW).of("fine").refused
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "full() dropout=0.1",
+        "causal(end) softcap=3.0 sinks",
+        "causal(end) bias=Hq,1,N alibi",
+        *MASKS.values(),
+    ],
+)
+def test_features_are_checked(words: str) -> None:
+    """All contestants that answer agree with the oracle; torch has no softcap and no sinks."""
+    case = Case.parse(f"forward+backward float32 B1 Hq4 Hk2 M40 N48 D8 {words}")
+    result = measure(case, [TORCH, NOSQUARE], FEW)
+    assert not result.of("nosquare").refused
+    alone = "softcap" in words
+    assert bool(result.of("torch").refused) == alone
+    if alone:
+        assert result.of("torch").refused == "torch's attention has no softcap and no sinks."
+    names = {c.what for c in result.of("nosquare").checks}
+    assert names == {"o", "dq", "dk", "dv"} | ({"dbias"} if "bias" in words else set()) | (
+        {"dsinks"} if "sinks" in words else set()
+    )
+
+
+def test_torch_with_another_dropout_rate_is_caught() -> None:
+    case = Case.parse("forward+backward float32 B1 Hq2 Hk1 M40 N48 D8 full() dropout=0.1")
+    data = Data.of(case)
+
+    def attend(given: Data) -> contestants.Attend:
+        return TORCH.attend(replace(given, case=replace(given.case, dropout=0.2)))
+
+    wrong = Contestant("torch", attend, own_dropout=True)
+    out, _ = answer(wrong, data)
+    assert not any(c.ok for c in check(wrong, data, out, truths(data)) if c.what != "dv")
+    assert all(c.ok for c in check(TORCH, data, out, truths(data)))
+
+
+def test_order_turns_and_samples_are_kept() -> None:
+    order: list[str] = []
+    entries = [Entry(name) for name in "abc"]
+    calls = [
+        (e, lambda n=e.contestant: (order.append(n), torch.ones(3_000_000).sum())) for e in entries
+    ]
+    interleave(calls, Rounds(least=3, most=3, seconds=0.0))
+    assert all(len(e.samples_us) == 3 for e in entries)
+    firsts = "".join(dict.fromkeys(order))
+    assert firsts == "abc"
+    assert {e.calls for e in entries} >= {1} or all(e.calls > 1 for e in entries)
+
+
+# ---- the record and the report ----
+
+
+def test_record_is_valid_and_tells_no_place(tmp_path: Path) -> None:
+    case = Case.parse(f"forward {SMALL} causal(start)")
+    contenders = [TORCH, NOSQUARE, Contestant("shifted", shifted)]
+    result = measure(case, contenders, FEW, suite="a")
+    line = record.of(result, record.surroundings())
+    assert record.faults(line) == []
+    path = record.append(tmp_path, "try", [line, line])
+    text = path.read_text()
+    assert [json.loads(x) for x in text.splitlines()] == [line, line]
+    assert Case.parse(line["case"]) == case
+    assert [len(c["samples_us"]) for c in line["contestants"]] == [2, 2, 0]
+    assert line["contestants"][1]["receipts"][0]["op"] == "forward"
+    assert not house.machine_names("record", text)
+    words = {x.strip('"') for x in text.replace(",", " ").replace(":", " ").split()}
+    assert not words & {platform.node(), getpass.getuser()}
+    assert str(Path.cwd()) not in text
+    assert str(Path.home()) not in text
+
+
+def test_record_faults_are_found(tmp_path: Path) -> None:
+    case = Case.parse(f"forward {SMALL} full()")
+    good = record.of(measure(case, [NOSQUARE], FEW), record.surroundings())
+    for bad, word in (
+        ({k: v for k, v in good.items() if k != "utc"}, "record.utc is missing"),
+        (good | {"host": "x"}, "record.host is unknown"),
+        (good | {"pairs": 1.5}, "record.pairs is float"),
+        (good | {"flops": True}, "record.flops is bool"),
+        (good | {"load_average": [math.nan]}, "load_average[0]"),
+        (
+            good | {"contestants": [good["contestants"][0] | {"ran": 1}]},
+            "contestants[0].ran is int",
+        ),
+    ):
+        assert any(word in fault for fault in record.faults(bad)), word
+        with pytest.raises(ns.ArgumentError, match="does not keep the schema"):
+            record.append(tmp_path, "bad", [bad])
+    assert not list(tmp_path.iterdir())
+
+
+def test_aims() -> None:
+    def result(theirs: float | None, mine: float | None) -> Result:
+        entries = [
+            Entry(name, [] if t is None else [t])
+            for name, t in (("torch", theirs), ("nosquare", mine))
+        ]
+        return Result(Case.parse(LINES[0]), 1, entries)
+
+    assert Aim(least_ratio=1.5).missed(result(14.0, 10.0))
+    assert not Aim(least_ratio=1.5).missed(result(15.0, 10.0))
+    assert Aim(most_extra_us=25).missed(result(10.0, 36.0))
+    assert not Aim(most_extra_us=25).missed(result(10.0, 35.0))
+    assert Aim(least_ratio=1.5).missed(result(15.0, None))
+    assert not Aim(least_ratio=1.5).missed(result(None, 15.0))
+    assert not Aim().missed(result(None, None))
+    assert report.geometric_mean([2.0, 8.0, math.nan]) == pytest.approx(4.0)
+    assert math.isnan(report.geometric_mean([]))
+
+
+def test_table_says_who_was_not_timed() -> None:
+    console_module = pytest.importorskip("rich.console")
+    case = Case.parse(f"forward {SMALL} causal(start) softcap=2.0")
+    result = measure(case, [TORCH, NOSQUARE], FEW)
+    console = console_module.Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        report.show(console, [result], "a title", Aim(least_ratio=1.5))
+        text = console.export_text()
+    assert "not timed: torch" in text
+    assert "torch's attention has no softcap." in text
+    assert str(case) in text
+    assert "torch_any" in text
+
+
+def test_options_that_are_wrong() -> None:
+    with pytest.raises(ns.ArgumentError, match="no such part"):
+        cpu.bench_cpu(parts="z")
+    with pytest.raises(ns.ArgumentError, match="at least one thread"):
+        cpu.bench_cpu(threads=0)
+    with pytest.raises(ns.ArgumentError, match="not a benchmark case"):
+        cpu.bench_cpu(case="forward")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no high-water mark here")
+def test_peak_counts_the_square() -> None:
+    """A dense 8 x 1024 x 1024 array of weights is what dropout costs torch, at least."""
+    case = Case.parse("forward float32 B1 Hq8 Hk8 M1024 N1024 D8 full() dropout=0.1")
+    assert memory.peak_here(case, "torch") > 8 * 1024 * 1024 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no high-water mark here")
+def test_peak_in_a_fresh_process() -> None:
+    case = Case.parse("forward float32 B1 Hq8 Hk8 M1024 N1024 D8 full() dropout=0.1")
+    assert memory.peak_bytes(case, "torch", 1) > 8 * 1024 * 1024 * 4
