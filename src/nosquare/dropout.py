@@ -138,7 +138,9 @@ def keep_tile(keys: tuple[Tensor, Tensor], j_lo: int, j_hi: int, p: float) -> Te
     x.mul_(_signed(_B32, 32))
     x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))
     # little endian: the low half of each 32-bit word comes first, that of the even key
-    bits = x.view(torch.int16)[..., j_lo - 2 * first :][..., : j_hi - j_lo]
+    # (flat, because the last stride of an array without elements need not be 1)
+    bits = x.reshape(-1).view(torch.int16).reshape(*x.shape[:-1], 2 * x.shape[-1])
+    bits = bits[..., j_lo - 2 * first :][..., : j_hi - j_lo]
     return bits >= threshold(p) - LEVELS // 2
 
 

@@ -259,8 +259,7 @@ def _check_mask(
         raise ArgumentError(
             "A packed call has no common query and key axes for this mask.",
             {"mask": mask, "not for packed calls": ", ".join(sorted(bad))},
-            "Causal, Window, Prefix and Lengths work on each sequence; cu_q and cu_k separate
-            them.",
+            "Causal, Window, Prefix and Lengths, which work on each sequence by itself.",
         )
     for array in mask.tensors:
         if array.device != device:
