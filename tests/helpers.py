@@ -181,7 +181,8 @@ class Exact:
         logits = s
         if get("sinks") is not None:
             sink = get("sinks").detach().double().cpu()[..., None, None].expand(*s.shape[:-1], 1)
-            logits, size = torch.cat([s, sink], -1), size + sink.abs()
+            logits = torch.cat([s, sink], -1)
+            size = size + sink.abs().masked_fill(sink.isinf(), 0)
         lse = torch.logsumexp(logits, -1) if logits.shape[-1] else s.new_full(s.shape[:-1], -INF)
         p = torch.exp(s - lse.masked_fill(lse == -INF, 0)[..., None])
         factor = kept(get("dropout"), s.shape)

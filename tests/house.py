@@ -26,7 +26,7 @@ RANKS = [
     ["errors"],
     ["device", "state", "dropout", "axes"],
     ["mask", "score", "kvcache"],
-    ["bound"],
+    ["bound", "spelling"],
     ["inputs"],
     ["problem"],
     ["oracle", "cost", "certify", "receipt", "finite", "weights"],

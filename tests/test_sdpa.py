@@ -6,7 +6,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nosquare as ns
 from helpers import rnd
-from nosquare.dropout import realised_rate
 
-adapter: Any = importlib.import_module("nosquare.adapters.sdpa")
 INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
 Attend = Callable[..., Tensor]
 
@@ -30,11 +27,13 @@ def math(*args: Any, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **options)
 
 
-def agree(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+def agree(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype = torch.float64, **options: Any
+) -> None:
     """Value, and gradients of q, k, v and an additive mask, against the math path in float64.
 
-    In float64 both sides are one rounding, 1.1e-16, away from exact in each of some thousand sums and
-    products. In the other dtypes the bar is four times what torch's math path loses on the same
+    In float64 both sides are one rounding, 1.1e-16, away from exact in each of some thousand sums
+    and products. In the other dtypes the bar is four times what torch's math path loses on the same
     numbers, plus two roundings of the largest one: both do the same work in another order.
     """
     mask = options.get("attn_mask")
@@ -46,7 +45,7 @@ def agree(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype = torch.float64, *
         x = [(t.double() if wide else t).requires_grad_() for t in (t.detach() for t in given)]
         o = attend(*x[:3], **{**options, **({"attn_mask": x[3]} if x[3:] else {})})
         do = rnd(*o.shape, seed=9).to(dtype).to(o.dtype)
-        return [o, *torch.autograd.grad(o, x, do)]
+        return [o.detach(), *torch.autograd.grad(o, x, do)]
 
     ours, exact, theirs = run(ns.sdpa, False), run(math, True), run(math, False)
     for name, got, want, low in zip("oqkvb", ours, exact, theirs, strict=False):
@@ -170,9 +169,6 @@ def test_an_additive_mask_may_be_float32() -> None:
     got = ns.sdpa(q, k, v, attn_mask=mask).double()
     # one rounding of weights and one of the output, each 2^-8, of values that are at most max |v|
     assert (got - want).abs().max() <= 2 * 2**-8 * v.double().abs().max()
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = ns.sdpa(*qkv(*PLAIN)[:1], k.float(), v.float(), attn_mask=mask) if False else None
-    assert cast is None
 
 
 @pytest.mark.parametrize("mask", [None, torch.float32, torch.bfloat16, torch.bool])
@@ -223,7 +219,7 @@ def test_an_expanded_mask_that_is_a_leaf_has_a_gradient_for_each_element() -> No
 
 
 def _bad() -> Iterator[tuple[str, str, Callable[[Attend], Tensor]]]:
-    """(what is wrong, our sentence, the call). The calls are made with torch's function and ours."""
+    """(what is wrong, our sentence, the call); the call is made with both functions."""
     q, k, v = (t.float() for t in qkv(*PLAIN))
     one, keep = torch.ones(8), torch.ones(5, 7, dtype=torch.bool)
     lower = importlib.import_module("torch.nn.attention.bias").causal_lower_right
@@ -324,7 +320,8 @@ def test_nested_tensors_are_refused() -> None:
 
 
 def test_the_signature_is_torchs() -> None:
-    said = re.search(r"scaled_dot_product_attention\((.*?)\) -> Tensor", F.scaled_dot_product_attention.__doc__ or "", re.S)
+    doc = F.scaled_dot_product_attention.__doc__ or ""
+    said = re.search(r"scaled_dot_product_attention\((.*?)\) -> Tensor", doc, re.DOTALL)
     assert said
     want = [word.split("=")[0].strip() for word in said[1].split(",")]
     assert list(inspect.signature(ns.sdpa).parameters) == want

@@ -15,9 +15,9 @@ from .mask import (
     Mask,
     Prefix,
     Window,
-    parse,
 )
 from .receipt import Receipt, receipts
+from .spelling import parse
 from .state import State, merge
 from .weights import weights
 

@@ -16,10 +16,10 @@ from .axes import lay_out_bias, per_head, restore
 from .backends import torch_any
 from .errors import UnsupportedError
 from .inputs import Inputs, Spec
-from .mask import parse
 from .ops import LETTERS, run_backward, run_forward, wanted
 from .problem import Problem
 from .receipt import LOGS, Receipt, note
+from .spelling import parse
 
 
 def attend(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:

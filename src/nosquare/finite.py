@@ -9,8 +9,8 @@ from .axes import lay_out_bias
 from .bound import Bound, Rectangle, cut, per_key_head
 from .errors import ArgumentError
 from .inputs import Inputs, Spec
-from .mask import parse
 from .problem import Problem
+from .spelling import parse
 
 BLOCK_ELEMENTS = 1 << 22
 

@@ -13,7 +13,8 @@ from .axes import broadcasts
 from .bound import Bound
 from .dropout import Dropout
 from .errors import ArgumentError
-from .mask import Mask, parse
+from .mask import Mask
+from .spelling import parse
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Shape = tuple[int, ...]

@@ -12,13 +12,12 @@ Query i stands at position i + N - M when the mask is aligned to the "end" (as i
 the last M tokens: the default, right for decoding and chunked prefill), at i when aligned to the
 "start".
 
-Masks compose with & and |. str(mask) spells a mask, and parse(text, tensors) reads it back;
+Masks compose with & and |. str(mask) spells a mask, and spelling.parse(text, tensors) reads it back;
 arrays are spelled t0, t1, ... in the order of mask.tensors.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -331,45 +330,6 @@ KINDS: dict[str, type[Mask]] = {
     kind.__name__.lower(): kind
     for kind in (Full, Causal, Window, Prefix, Lengths, Documents, Dense, BlockSparse)
 }
-
-
-def parse(text: str, tensors: Sequence[Tensor] = ()) -> Mask:
-    """Read a mask back from its spelling, the inverse of str().
-
-    text     as str(mask) writes it, for example "causal(end)&window(before=1023,after=0)"
-    tensors  the arrays that t0, t1, ... stand for: mask.tensors
-
-    Raises ArgumentError when the text is not a mask.
-    """
-    try:
-        return _read(ast.parse(text.strip(), mode="eval").body, tensors)
-    except (SyntaxError, LookupError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(
-            "This does not spell a mask.",
-            {"text": repr(text), "kinds": ", ".join(KINDS), "arrays": len(tensors)},
-            '"causal(end)&window(before=1023,after=0)"; arrays are t0, t1, ...',
-        ) from None
-
-
-def _read(node: ast.expr, tensors: Sequence[Tensor]) -> Mask:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-        left, right = _read(node.left, tensors), _read(node.right, tensors)
-        return left & right if isinstance(node.op, ast.BitAnd) else left | right
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise ValueError(node)
-
-    def value(arg: ast.expr) -> Any:
-        if isinstance(arg, ast.Name):
-            return tensors[int(arg.id[1:])] if arg.id[1:].isdigit() else arg.id
-        return ast.literal_eval(arg)
-
-    args = [value(arg) for arg in node.args]
-    named = {
-        str(word.arg): value(word.value) for word in node.keywords
-    }  # ** is "None", and refused
-    return KINDS[node.func.id](*args, **named)
 
 
 def _join(sign: str, a: Mask, b: Mask) -> Mask:

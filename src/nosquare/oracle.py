@@ -18,8 +18,9 @@ from .axes import lay_out_bias, per_head
 from .bound import Bound, Index, Rectangle, cut, per_key_head, positions
 from .dropout import Dropout, keep_tile, realised_rate, row_keys
 from .inputs import Inputs, Spec
-from .mask import Full, Mask, parse
+from .mask import Full, Mask
 from .problem import Problem
+from .spelling import parse
 from .state import State
 
 BLOCK_ELEMENTS = 1 << 24  # scores held at once by `attention`, all heads together

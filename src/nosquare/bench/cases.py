@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..bound import Bound, Rectangle
 from ..errors import ArgumentError, NosquareError
-from ..mask import Mask, parse
+from ..mask import Mask
+from ..spelling import parse
 
 PHASES = ("forward", "backward", "forward+backward", "decode")
 DTYPES = {str(t).removeprefix("torch."): t for t in

@@ -82,6 +82,11 @@ def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> N
     if aim.words():
         verdict = f"[yellow]{len(missed)} of {len(results)} miss[/yellow]" if missed else "met"
         console.print(f"{aim.words()}: {verdict}")
+    if extra:
+        least = [f"{_least_us(r, 'nosquare') - _least_us(r, 'torch'):.1f}" for r in results]
+        console.print(
+            f"by the least sample of each, which neighbours disturb least: {', '.join(least)} us"
+        )
     for result in results:
         for entry in result.entries:
             if entry.refused:
@@ -110,6 +115,10 @@ def error_ratio(result: Result) -> float:
     mine = {c.what: c.error for c in result.of("nosquare").checks}
     known = [mine[w] / theirs[w] for w in mine if theirs.get(w)]
     return max(known) if known and not result.case.dropout else math.nan
+
+
+def _least_us(result: Result, contestant: str) -> float:
+    return min(result.of(contestant).samples_us, default=math.nan)
 
 
 def _us(time_us: float) -> str:
