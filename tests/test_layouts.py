@@ -97,28 +97,16 @@ def test_any_strides(backend: str | None, layout: Callable[[Tensor], Tensor], wh
         n: layout(t) if which in (n, "all") else t for n, t in zip("qkv", (c.q, c.k, c.v), strict=True)
     }
     kept = {n: t.contiguous() for n, t in views.items()}
-    seen: dict[str, Tensor] = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> ns.State:
-        leaves = dict(zip("qkv", (q, k, v), strict=True))
-        for n, t in leaves.items():  # the same leaf, seen through the strides of the view
-            strided = views[n].clone(memory_format=torch.preserve_format)
-            strided = torch.as_strided(
-                torch.empty_strided(strided.shape, views[n].stride(), dtype=t.dtype), *geometry(views[n])
-            )
-            seen[n] = strided
-            assert strided.stride() == views[n].stride()
-        moved = {n: Restride.apply(t, views[n]) for n, t in leaves.items()}
-        return ns.attention_state(**moved, **options, backend=backend)
+        strided = [Restride.apply(t, views[n]) for n, t in zip("qkv", (q, k, v), strict=True)]
+        assert all(t.stride() == views[n].stride() for n, t in zip("qkv", strided, strict=True))
+        return ns.attention_state(*strided, **options, backend=backend)
 
     try:
         check(Case(**kept, options=c.options), attend, through_lse=backend != "torch_fused")
     except ns.UnsupportedError as error:
         pytest.skip(str(error.values.get(backend or "", error)).split(";")[0])
-
-
-def geometry(t: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return t.shape, t.stride()
 
 
 class Restride(torch.autograd.Function):
@@ -127,7 +115,7 @@ class Restride(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, view: Tensor) -> Tensor:
         assert torch.equal(t, view)
-        return view.detach().view(view.shape) if view.is_contiguous() else view.detach()
+        return view.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:

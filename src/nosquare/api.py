@@ -140,26 +140,29 @@ def _call(
             {"dropout": repr(dropout)[:60]},
             "ns.Dropout(p=0.1, seed=7): the seed is what replays it.",
         )
-    check_types(Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), None, cu_q, cu_k))
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+    if dropout is not None and dropout.p == 0:
+        dropout = None
+    seed = None if dropout is None else dropout.seed_tensor()
+    arrays = () if mask is None else mask.tensors
+    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, cu_q, cu_k, arrays)
+    check_types(x)
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         q, k, v = _autocast(q, k, v)
+        x = x._replace(q=q, k=k, v=v)
     deterministic = get("deterministic")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    drops = dropout is not None and dropout.p > 0
     spec = Spec(
         "full()" if mask is None else str(mask),
         get("scale"),
         get("softcap"),
-        dropout.p if drops and dropout else 0.0,
-        dropout.offsets if drops and dropout else (0, 0, 0, 0),
+        0.0 if dropout is None else dropout.p,
+        (0, 0, 0, 0) if dropout is None else dropout.offsets,
         get("backend"),
         deterministic,
         get("batch_invariant", False),
     )
-    seed = dropout.seed_tensor() if drops and dropout else None
-    arrays = () if mask is None else mask.tensors
-    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, cu_q, cu_k, arrays)
     if get("check_finite"):
         look_for_non_finite(x, spec)
     return spec, x

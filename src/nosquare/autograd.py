@@ -25,13 +25,12 @@ from .spelling import parse
 def attend(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
     """(o, lse) of one call, by the entrance that fits how it was called."""
     if _traced(x.q):
-        grads = wanted(x) if torch.is_grad_enabled() else ""
-        o, lse = torch.ops.nosquare.forward(*x[:9], list(x.arrays), *spec, grads)
+        o, lse = torch.ops.nosquare.forward(*x[:9], list(x.arrays), *spec, wanted(x))
         return o, lse
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if _transformed():
         o, lse = _apply(spec, LETTERS, *x[:9], *x.arrays)
         return o, lse
-    grads = wanted(x) if torch.is_grad_enabled() else ""
+    grads = wanted(x)
     if not grads:
         return run_forward(spec, x, "")
     # Function.apply binds its arguments by inspection on every call, for transforms that are not
@@ -49,10 +48,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.spec, ctx.layouts = inputs[0], [t.stride() for t in output]
+        ctx.spec = inputs[0]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[2:], *output)
-        ctx.save_for_forward(*inputs[2:])
+        if _transformed():
+            ctx.save_for_forward(*inputs[2:])
+            ctx.layouts = [t.stride() for t in output]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -185,6 +186,12 @@ def _traced(q: Tensor) -> bool:
     )
 
 
+def _transformed() -> bool:
+    """Whether a functorch transform or forward mode is active."""
+    functorch: bool = torch._C._are_functorch_transforms_active()
+    return functorch or torch.autograd.forward_ad._current_level >= 0
+
+
 def _inputs(tensors: Any) -> Inputs:
     return Inputs._make((*tensors[:9], tuple(tensors[9:])))
 
@@ -197,6 +204,7 @@ def _five(given: Any) -> Inputs:
 def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
     """The problem of a higher derivative, noted where a log is open. torch_any alone has them."""
     problem = Problem.of(x, spec)
+    torch_any.refuse_packed(problem)
     if spec.backend not in (None, "torch_any"):
         raise UnsupportedError(
             f"{spec.backend} has no {what}.",

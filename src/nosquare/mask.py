@@ -12,7 +12,7 @@ Query i stands at position i + N - M when the mask is aligned to the "end" (as i
 the last M tokens: the default, right for decoding and chunked prefill), at i when aligned to the
 "start".
 
-Masks compose with & and |. str(mask) spells a mask, and spelling.parse(text, tensors) reads it back;
+Masks compose with & and |. str(mask) spells a mask and spelling.parse(text, tensors) reads it;
 arrays are spelled t0, t1, ... in the order of mask.tensors.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, ClassVar
 
@@ -52,6 +53,8 @@ class Mask:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The arrays this mask refers to, in the order in which str() numbers them."""
+        if not self.lay:
+            return ()
         return tuple(
             value
             for field in fields(self)  # type: ignore[arg-type]
@@ -70,6 +73,8 @@ class Mask:
         return _join("|", self, other)
 
     def __str__(self) -> str:
+        if type(self).__hash__ is not object.__hash__ and not torch.compiler.is_compiling():
+            return _spell_once(self)  # equal when their numbers are, so one spelling serves all
         text: str | None = self.__dict__.get("_text")
         if text is None:
             text = self._spell(0)
@@ -92,6 +97,11 @@ class Mask:
             elif value != "end":
                 words.append(f"align={value}")
         return f"{type(self).__name__.lower()}({','.join(words)})"
+
+
+@lru_cache(maxsize=4096)
+def _spell_once(mask: Mask) -> str:
+    return mask._spell(0)
 
 
 @dataclass(frozen=True, repr=False)

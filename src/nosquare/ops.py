@@ -56,8 +56,9 @@ def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choi
     key += (v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if q.is_cuda:  # vector loads need 16 bytes; a CPU does not care
         key += tuple(t.data_ptr() % 16 for t in (q, k, v))
-    for t in x[3:9]:
-        key += (None if t is None else (t.shape, t.stride(), t.dtype, t.device),)
+    for i, t in enumerate(x[3:9]):
+        if t is not None:
+            key += (i, t.shape, t.stride(), t.dtype, t.device)
     for t in x.arrays:
         key += (t.shape, t.device)
     hit = _DECISIONS.get(key)
@@ -71,10 +72,13 @@ def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choi
 
 
 def wanted(x: Inputs) -> str:
-    """Letters of the inputs that require a gradient."""
-    return "".join(
-        c for c, t in zip(LETTERS, x[:5], strict=True) if t is not None and t.requires_grad
-    )
+    """Letters of the inputs that require a gradient, none where gradients are off."""
+    letters = ""
+    if torch.is_grad_enabled():
+        for c, t in zip(LETTERS, x, strict=False):  # faster than a generator: on every call's path
+            if t is not None and t.requires_grad:
+                letters += c
+    return letters
 
 
 def _receipt(op: str, problem: Problem, choice: Choice, ran: Ran) -> Receipt:

@@ -86,6 +86,14 @@ class Problem:
         """Whether q keeps the heads of a token together, (..., M, Hq, D) in memory; o then does."""
         return self.strides[0][-3] < self.strides[0][-2]
 
+    @property
+    def dense(self) -> bool:
+        """Whether q fills its memory, in one of the two orders that o may have."""
+        (*_, h, m, width) = self.o_shape[:-1] + (self.D,)
+        inner = (width, m * width) if not self.token_major else (h * width, width)
+        strides = self.strides[0]
+        return (strides[-2], strides[-3]) == inner and strides[-4:-3] in ((), (h * m * width,))
+
     def empty_o(self) -> Tensor:
         """An empty o in the promised memory order: heads inside tokens where q has it so."""
         if self.packed or not self.token_major:

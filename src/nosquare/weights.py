@@ -15,7 +15,7 @@ from .axes import lay_out_bias, per_head
 from .bound import Bound, Rectangle, cut
 from .errors import ArgumentError
 from .inputs import Inputs, Spec
-from .mask import Full, Mask
+from .mask import INTEGERS, Full, Mask
 from .problem import Problem
 
 Chosen = int | slice | Sequence[int] | Tensor | None
@@ -111,7 +111,14 @@ def _indices(chosen: Chosen, size: int, name: str, device: torch.device) -> Tens
     every = torch.arange(size, device=device)
     if chosen is None or isinstance(chosen, slice):
         return every[chosen or slice(None)]
-    index = torch.as_tensor(chosen, dtype=torch.int64, device=device).reshape(-1)
+    index = torch.as_tensor(chosen, device=device).reshape(-1)
+    if index.numel() and index.dtype not in INTEGERS:
+        raise ArgumentError(
+            f"{name} are chosen by integers.",
+            {name: f"{tuple(index.shape)} {index.dtype}"},
+            f"{name}=mask.nonzero() for a bool mask.",
+        )
+    index = index.long()
     if index.numel() and not (-size <= int(index.min()) and int(index.max()) < size):
         raise ArgumentError(
             f"{name} names something that does not exist.",

@@ -7,13 +7,15 @@ its own generator: it is checked at a small size, in the same formula, with that
 
 The bound says what rounding may do, relative to what it does to the plain formula:
 
-    bound = 4 * (error of the dense formula in float32) + 4 * u * max |truth|
+    bound = 4 * (error of the dense formula in float32) + (4 * u + sqrt(n) * u32) * max |truth|
 
-Tiles and threads reorder the float32 sums, which the first term covers with room for an unlucky
-order. In the second u is the dtype's unit roundoff, for the at most four roundings to it on the way
-(weights, gradients of scores, o where backward reads it, the result), or 2^-20, what the fastest
-exponential of torch's kernels keeps, where that is larger. For float64, float32's error is scaled
-by 2^-29. In float32, a key too many in a row of 4096 moves o by hundreds of times that.
+Tiles and threads reorder the float32 sums: the first term covers that with room for an unlucky
+order, and sqrt(n) * u32 is what a plain running sum of n = max(M, N) terms adds (Higham and Mary
+2019), where the dense formula sums in pairs; u32 = 2^-24. u is the dtype's unit roundoff, for at
+most four roundings to it on the way (weights, gradients of scores, o where backward reads it, and
+the result), or 2^-20, what the fastest exponential of torch's kernels keeps, where that is larger.
+For float64, the dense float32 error is scaled by 2^-29, and u = u32 = 2^-53. In float32, a key too
+many in a row of 4096 moves o by hundreds of times the bound.
 """
 
 from __future__ import annotations
@@ -99,25 +101,26 @@ def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
     for truth in known:
         mine = _part_of(out, data.case, truth)
         for name in mine:
-            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case.dtype)
+            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case)
             pairs.setdefault(name, []).append(pair)
     # the worst is the one nearest to its bound, or NaN
     worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
     return [Check(name, error, bound, how) for name, (error, bound) in worst.items()]
 
 
-def _compare(mine: Tensor, right: Tensor, plain: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """(error, bound) of one array."""
+def _compare(mine: Tensor, right: Tensor, plain: Tensor, case: Case) -> tuple[float, float]:
+    """(error, bound) of one array: the contestant's, the truth, the dense float32 one."""
     if mine.shape != right.shape:
         return float("nan"), 0.0
     yardstick = float((plain - right).abs().max())
     largest = float(right.abs().max())
-    if dtype == torch.float64:
-        yardstick, u = yardstick * FLOAT32_TO_64, 2.0**-53
+    if case.dtype == torch.float64:
+        yardstick, u, u_sum = yardstick * FLOAT32_TO_64, 2.0**-53, 2.0**-53
     else:
-        u = max(EXP_ERROR, torch.finfo(dtype).eps / 2)
+        u, u_sum = max(EXP_ERROR, torch.finfo(case.dtype).eps / 2), 2.0**-24
+    share = ROUNDINGS * u + max(case.M, case.N) ** 0.5 * u_sum
     error = float((mine.double() - right).abs().max())
-    return error, ALLOWANCE * yardstick + ROUNDINGS * u * largest
+    return error, ALLOWANCE * yardstick + share * largest
 
 
 def _nearness(pair: tuple[float, float]) -> float:
@@ -209,7 +212,7 @@ def _check_replayed(contestant: Contestant, case: Case) -> list[Check]:
     right, plain = (_dense_with(data, weight, t) for t in (torch.float64, torch.float32))
     how = f"float64 formula with torch's own dropout mask drawn again, M = {small.M}, N = {small.N}"
     return [
-        Check(name, *_compare(t.detach(), right[name], plain[name], small.dtype), how)
+        Check(name, *_compare(t.detach(), right[name], plain[name], small), how)
         for name, t in out.items()
     ]
 

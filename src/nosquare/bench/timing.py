@@ -140,7 +140,6 @@ def interleave(
     for entry, call in calls:
         entry.calls = _repeats(call)
     collecting = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         start = time.perf_counter()

@@ -18,12 +18,22 @@ from .plan import plan
 from .tiles import backward, forward
 
 RANK = 900
-__all__ = ["RANK", "backward", "forward", "plan", "program", "refusals"]
+__all__ = ["RANK", "backward", "forward", "plan", "program", "refusals", "refuse_packed"]
 
 
 def refusals(problem: Problem, phase: str) -> list[str]:
     """Nothing: this backend runs every problem."""
     return []
+
+
+def refuse_packed(problem: Problem) -> None:
+    """Raise UnsupportedError for packed problems: they have no derivatives beyond the first."""
+    if problem.packed:
+        raise UnsupportedError(
+            "Packed attention has first derivatives in reverse mode only.",
+            {"problem": problem.describe()},
+            "a padded batch with mask=ns.Lengths(n), which has derivatives of any order.",
+        )
 
 
 def program(problem: Problem, x: Inputs) -> Blocks:
@@ -34,12 +44,7 @@ def program(problem: Problem, x: Inputs) -> Blocks:
 
     Raises UnsupportedError for packed problems.
     """
-    if problem.packed:
-        raise UnsupportedError(
-            "Packed attention has first derivatives in reverse mode only.",
-            {"problem": problem.describe()},
-            "a padded batch with mask=ns.Lengths(n), which has derivatives of any order.",
-        )
+    refuse_packed(problem)
     fixed = oracle.Fixed.of(problem, x)
     takes = [ROWS, WHOLE, WHOLE]
     if x.bias is not None:

@@ -26,12 +26,14 @@ class Plan:
     causal  the kernel's own top-left causal mask
     keys    how many keys are handed over: those beyond are visible to nobody
     fold    the query heads of a group become rows, so k and v are read once a group
+    direct  the kernel takes and gives the arrays as they are
     """
 
     engine: str
     causal: bool
     keys: int
     fold: bool = False
+    direct: bool = False
 
     def __str__(self) -> str:
         words = [f"torch's {self.engine}"]
@@ -61,13 +63,15 @@ def plan(problem: Problem, phase: str) -> Plan:
     keys = problem.N
     if problem.mask == "causal(start)":
         causal, keys = problem.M > 1, min(problem.M, problem.N)
-    fold = engine == cpu.NAME and problem.M == 1 and problem.G > 1 and problem.bias is None
-    return Plan(engine, causal, keys, fold and phase == FORWARD)
+    plain = engine == cpu.NAME and problem.bias is None
+    fold = plain and phase == FORWARD and problem.M == 1 and problem.G > 1
+    direct = plain and not fold and keys == problem.N and len(problem.batch) == 1
+    return Plan(engine, causal, keys, fold, direct and problem.dense)
 
 
 def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
-    engine = cpu.forward if problem.device.type == "cpu" else cuda.forward
+    engine = cpu.forward if plan.engine == cpu.NAME else cuda.forward
     return engine(problem, plan, x)
 
 
@@ -79,7 +83,7 @@ def backward(
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k and v, and what ran."""
-    engine = cpu.backward if problem.device.type == "cpu" else cuda.backward
+    engine = cpu.backward if plan.engine == cpu.NAME else cuda.backward
     assert cotangents[0] is not None  # a cotangent of lse is refused
     return engine(problem, plan, x, saved, cotangents[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 NAME = "flash attention for CPUs"
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+_RAN, _RAN_BACKWARD = Ran((KERNEL,)), Ran((f"{KERNEL}_backward",))
+# the overload itself: looking it up by its arguments costs microseconds on every call
+_backward: Any = getattr(getattr(torch.ops.aten, f"{KERNEL}_backward", None), "default", None)
 
 
 def refusals(p: Problem, phase: str) -> list[str]:
     """What this engine cannot do, or does outside the contract."""
     why = []
     short = p.dtype in (torch.bfloat16, torch.float16)
-    if not hasattr(torch.ops.aten, KERNEL):
+    if _backward is None or not hasattr(torch, KERNEL):
         why.append("this torch does not have it")
     if short and phase != FORWARD:
         # measured: the error of dk and dv grows with N; float32 sums are the contract
@@ -44,6 +47,11 @@ ENGINES: dict[str, Callable[[Problem, str], list[str]]] = {NAME: refusals}
 
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o in the promised memory order, lse contiguous."""
+    if plan.direct:
+        o, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            x.q, x.k, x.v, 0.0, plan.causal, scale=p.scale
+        )
+        return o, lse.contiguous(), _RAN
     q, k, v = _flat(p, plan, x)
     bias = None if x.bias is None else lay_out_bias(x.bias, p.batch).to(p.dtype)
     if bias is not None and bias.shape[-1] > 1:
@@ -59,26 +67,28 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         lse = lse.masked_fill(_dead(bias, p.M, plan.causal), float("-inf"))
     if len(p.batch) != 1:
         o = o.reshape(p.o_shape)
-    return p.promised(o), lse.contiguous().view(p.lse_shape), Ran((KERNEL,), 0, ())
+    return p.promised(o), lse.contiguous().view(p.lse_shape), _RAN
 
 
 def backward(
     p: Problem, plan: Plan, x: Inputs, saved: tuple[Tensor, Tensor], do: Tensor
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v in the layout the kernel gives them."""
-    q, k, v = _flat(p, plan, x)
-    o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
     if do.stride(-1) != 1:
         do = do.contiguous()
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do.reshape(q.shape), q, k, v, o, lse, 0.0, plan.causal, scale=p.scale
-    )
+    if plan.direct:
+        grads = _backward(do, x.q, x.k, x.v, *saved, 0.0, plan.causal, scale=p.scale)
+        wanted = [g if name in p.grads else None for name, g in zip("qkv", grads, strict=True)]
+        return (*wanted, None, None), _RAN_BACKWARD
+    q, k, v = _flat(p, plan, x)
+    o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
+    grads = _backward(do.reshape(q.shape), q, k, v, o, lse, 0.0, plan.causal, scale=p.scale)
     out = []
     for name, g, given in zip("qkv", grads, (x.q, x.k, x.v), strict=True):
         if g.shape[-2] != given.shape[-2]:  # keys that nobody sees
             g = torch.nn.functional.pad(g, (0, 0, 0, given.shape[-2] - g.shape[-2]))
         out.append(g.reshape(given.shape) if name in p.grads else None)
-    return (*out, None, None), Ran((f"{KERNEL}_backward",), 0, ())
+    return (*out, None, None), _RAN_BACKWARD
 
 
 def _dead(bias: Tensor, m: int, causal: bool) -> Tensor:
