@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,6 +58,13 @@ def force_tiles(patch: pytest.MonkeyPatch, m: int = 16, n: int = 16) -> None:
 def forget(patch: pytest.MonkeyPatch) -> None:
     """Forget which backend served which problem, now and when the test ends."""
     patch.setattr(importlib.import_module("nosquare.ops"), "_DECISIONS", {})
+
+
+def load_forward_mode() -> None:
+    """Import what torch's forward mode imports at its first use, which torch 2.13 itself deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 # ---- masks, written independently of nosquare.mask ----------------------------------------------

@@ -30,7 +30,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_failing_process_is_reported() -> None:
-    job = {"job": "call", "attention": "nobody's", "context": 64}
+    job = {"job": "call", "attention": "nobody's", "contexts": [64]}
     with pytest.raises(
         errors.NosquareError, match=r"did not finish[^$]*KeyError[^$]*Try: a smaller"
     ):

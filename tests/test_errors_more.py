@@ -9,7 +9,9 @@ import torch
 
 import nosquare as ns
 import refusals
-from helpers import rnd
+from helpers import load_forward_mode, rnd
+
+load_forward_mode()
 
 Q, K, V = rnd(2, 4, 5, 8), rnd(2, 2, 7, 8), rnd(2, 2, 7, 8)
 PQ, PK, CU = rnd(9, 4, 8), rnd(9, 2, 8), torch.tensor([0, 4, 9])

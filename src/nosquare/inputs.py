@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,14 +93,10 @@ def lines(x: Inputs) -> dict[str, object]:
 
 def check_types(x: Inputs) -> None:
     """Raise ArgumentError when something that must be a tensor is none."""
-    for t in x[:9]:
-        if t is not None and not isinstance(t, Tensor):
-            break
-    else:
-        if x.q is not None and x.k is not None and x.v is not None:
-            return
-    for name, t in zip(Inputs._fields[:9], x[:9], strict=True):
-        if not isinstance(t, Tensor) and (t is not None or name in "qkv"):
+    given: tuple[Any, ...] = x[:9]  # of any type, as yet
+    for i, t in enumerate(given):
+        if not isinstance(t, Tensor) and (t is not None or i < 3):
+            name = Inputs._fields[i]
             raise ArgumentError(
                 f"{name} is not a tensor.", {name: type(t).__name__}, f"torch.as_tensor({name})."
             )

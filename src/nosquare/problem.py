@@ -89,7 +89,7 @@ class Problem:
     @property
     def dense(self) -> bool:
         """Whether q fills its memory, in one of the two orders that o may have."""
-        (*_, h, m, width) = self.o_shape[:-1] + (self.D,)
+        h, m, width = self.Hq, self.M, self.D
         inner = (width, m * width) if not self.token_major else (h * width, width)
         strides = self.strides[0]
         return (strides[-2], strides[-3]) == inner and strides[-4:-3] in ((), (h * m * width,))

@@ -118,7 +118,7 @@ def _text_table(results: dict[str, Result], errors_: dict[str, float], first: st
         table.add_column(title, justify="right")
     for name, result in results.items():
         same = sum(a == b for a, b in zip(result["tokens"], results[first]["tokens"], strict=True))
-        equal = "the reference" if name == first else f"{same} of {len(result['tokens'])}"
+        equal = "reference" if name == first else f"{same} of {len(result['tokens'])}"
         table.add_row(
             name,
             f"{result['prefill_s']:.2f}",
@@ -149,18 +149,16 @@ def _accurate(errors_: dict[str, float], what: str) -> tuple[bool, str]:
 
 
 def _curves(console: Any, progress: Any, longest: int) -> dict[str, dict[int, int]]:
-    """Extra peak of one call for each contestant and context, each point a fresh process."""
-    contexts = [n for n in (512, 1024, 2048, 4096, 8192) if n <= longest]
-    task = progress.add_task("one call, by context", total=len(contexts) * len(CURVES), words="")
-    curves: dict[str, dict[int, int]] = {name: {} for name in CURVES}
+    """Extra peak in bytes of one call for each contestant (a fresh process) and context."""
+    curves: dict[str, dict[int, int]] = {}
     for name in CURVES:
-        for n in contexts:
-            if name != "eager" or _fits(_square_bytes(n)):
-                got = _work({"job": "call", "attention": name, "context": n}, lambda *_: None)
-                curves[name][n] = got["peak_bytes"]
-            else:
-                console.print(f"eager at {n:,} tokens is left out: it would not fit in memory.")
-            progress.advance(task)
+        contexts = [n for n in (512, 1024, 2048, 4096, 8192) if n <= longest]
+        if name == "eager" and not _fits(_square_bytes(longest)):
+            contexts = [n for n in contexts if _fits(_square_bytes(n))]
+            console.print(f"One eager call stops at {contexts[-1]:,} tokens: more would not fit.")
+        job = {"job": "call", "attention": name, "contexts": contexts}
+        peaks = _work(job, _bar(progress, f"one call: {name}"))["peak_bytes"]
+        curves[name] = dict(zip(contexts, peaks, strict=True))
     return curves
 
 
@@ -211,7 +209,11 @@ def _work(job: Result, report: Callable[[str, float], None]) -> Result:
     """Run one job in a fresh process; report(words, fraction) as it goes."""
     package = Path(__file__).resolve().parents[2]
     paths = [str(package), os.environ.get("PYTHONPATH", "")]
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in paths if p))
+    # glibc keeps freed blocks for later and by that moves a peak by tens of MiB from run to run.
+    # Told to give back all that is large, it repeats to about 2 %; the same for every attention.
+    give_back = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
+    searched = os.pathsep.join(p for p in paths if p)
+    env = {**os.environ, **give_back, "PYTHONPATH": searched}
     job = {**job, "threads": torch.get_num_threads()}
     command = [sys.executable, "-m", "nosquare.demo.worker", json.dumps(job)]
     with (
@@ -305,15 +307,19 @@ def _print_receipts(console: Any, result: Result) -> None:
     for receipt in result["receipts"]:
         console.print(
             f"nosquare ran {receipt['calls']:,} {receipt['op']} calls on {receipt['backend']}, "
-            f"with at most {receipt['workspace_bytes'] / MIB:.1f} MiB of workspace; "
+            f"{_workspace(receipt['workspace_bytes'])} workspace; "
             f"{receipt['copying'] or 'none'} of them copied an input."
         )
 
 
+def _workspace(amount_bytes: int) -> str:
+    return f"with at most {amount_bytes / MIB:.1f} MiB of" if amount_bytes else "without"
+
+
 def _caption() -> str:
     return (
-        "Resident high-water mark above its value before; each point a fresh process. Left: 9 "
-        "query heads, 3 key heads, D = 64, float32, causal, mask and output included. "
+        "Resident high-water mark above its value before; a fresh process for each attention. "
+        "Left: 9 query heads, 3 key heads, D = 64, float32, causal, mask and output included. "
         f"torch {torch.__version__}, {_threads()}."
     )
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...axes import lay_out_bias, per_head, restore
 from ...bound import Bound, Rectangle
 from ...inputs import Inputs, check_offsets
-from ...spelling import parse
 from ...problem import Problem
+from ...spelling import parse
 from .. import Grads
 from .plan import Plan, plan
 

@@ -92,7 +92,7 @@ def _forward_tile(work: Work, tile: Tile, scratch: Tensor) -> tuple[Tensor, Tens
         alpha = (top - reference).exp_()
         total.mul_(alpha).add_(s.sum(-1, keepdim=True))
         if tile.drop is not None:
-            s.view(b, h * g, m, -1).masked_fill_(~_kept(work, tile, j), 0)
+            s.view(b, h * g, m, j.stop - j.start).mul_(_kept(work, tile, j))
         u.mul_(alpha).baddbmm_(s, v)
         top = new
     kept = 1 - realised_rate(work.problem.p)
@@ -163,12 +163,13 @@ def _backward_tile(
     r = b * h
     dq, dk, dv, dbias, dsinks = sums
     acc = torch.zeros_like(tile.q)
-    kept = 1 - realised_rate(work.problem.p)
+    # what dropout keeps is scaled up, in dp and in dv: once here, by way of do
+    scaled_do = rows.do / (1 - realised_rate(work.problem.p)) if tile.drop else rows.do
     for j, keep in _key_tiles(work, tile):
         n = j.stop - j.start
         s, slope = _scores(work, tile, j, keep, scratch[0], slope=True)
         p = s.sub_(rows.lse).exp_()
-        q, do = tile.q, rows.do
+        q, do = tile.q, scaled_do
         if isinstance(keep, Tensor):
             # rows that see nothing here may hold anything: 0 * NaN must not enter dk and dv
             blind = ~keep.any(-1, keepdim=True)
@@ -178,17 +179,15 @@ def _backward_tile(
         dp = scratch[1][: p.numel()].view_as(p)
         torch.bmm(do, v.transpose(1, 2), out=dp)
         if tile.drop is not None:
-            lost = ~_kept(work, tile, j)
-            dp.view(b, h * g, m, n).masked_fill_(lost, 0)
-            dp.div_(kept)
+            kept = _kept(work, tile, j)
+            dp.view(b, h * g, m, n).mul_(kept)
         dp.sub_(rows.delta).mul_(p)  # ds, as yet without softcap's slope
         if isinstance(keep, Tensor):
             dp.view(b, h, g, m, n).masked_fill_(~_grouped(keep, tile), 0)
             k = k.masked_fill(_unseen(keep, tile), 0)
         if dv is not None:
             if tile.drop is not None:
-                p.view(b, h * g, m, n).masked_fill_(lost, 0)
-                p.div_(kept)
+                p.view(b, h * g, m, n).mul_(kept)
             _key_rows(dv, tile, j).baddbmm_(p.transpose(1, 2), do)
         if dbias is not None:
             part = _grouped(cut(dbias, tile.where._replace(j=j)), tile)
