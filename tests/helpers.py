@@ -1,18 +1,19 @@
 """What the tests share: cases, an independent dense reference, and bounds that have a reason.
 
-The bounds are worst-case first-order rounding analyses, element by element. With u the unit roundoff
-of the accumulation type and u_out that of the inputs and outputs,
+The bounds are worst-case first-order rounding analyses, element by element. With u the unit
+roundoff of the accumulation type and u_out that of the inputs and outputs,
 
-    a score is wrong by         (D + 8) u S,  S = scale |q|.|k| + softcap + |alibi| + |bias| + |sink|
-    a weight is then wrong by   K u times itself,  K = 4 (D + 8) max S + 2 N + 2 E + 6 tiles + 32:
-                                the scores of the row, the sum of N terms, one rescale a tile
-    o is wrong by               u_out |o| + K u (P |v|)
-    a gradient is wrong by      u_out |g| + what the errors of p, of dp = do.v, and of
-                                delta = do.o - dlse (o is stored rounded: u_out) amount to
+    a score is wrong by     (D + 8) u S,  S = scale |q|.|k| + softcap + |alibi| + |bias| + |sink|
+    a weight is wrong by    K u times itself,  K = 4 (D + 8) max S + 2 (N + E + G M) + 6 tiles + 32:
+                            the scores of the row, the sums over N, E and G M terms, the rescales
+    o is wrong by           u_out |o| + K u (P |v|)
+    a gradient is wrong by  u_out |g| + what the errors of p, of dp = do.v, and of
+                            delta = do.o - dlse (o is stored rounded: u_out) amount to
 
-For 16-bit types the fast kernels round P and dS to 16 bits before the second product, as every kernel
-with tensor cores does: `u_p` = u_out there, and 0 for float32 and float64. They may also use a shorter
-exponential: torch's own for CPUs is right to 2^-14 (seen: lse off by 6e-5), so `u_exp` = 2^-13 there.
+For 16-bit types the fast kernels round P and dS to 16 bits before the second product, as every
+kernel with tensor cores does: `u_p` = u_out there, and 0 for float32 and float64. They may also
+use a shorter exponential: torch's own for CPUs is right to 2^-14 (seen: lse off by 6e-5), so
+`u_exp` = 2^-13 there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_forward_mode() -> None:
-    """Import what torch's forward mode imports at its first use, which torch 2.13 itself deprecates."""
+    """Import what torch's forward mode imports at its first use, which torch 2.13 itself
+    deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
@@ -276,7 +278,8 @@ def bounds(x: Exact, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
 
 
 def close(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> float:
-    """Assert |got - want| <= allowed + one rounding of `got`; infinities must match. Worst ratio."""
+    """Assert |got - want| <= allowed + one rounding of `got`; infinities must match. Worst
+    ratio."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     if not got.numel():
         return 0.0
@@ -310,7 +313,9 @@ def moved(c: Case, device: str) -> Case:
             return ns.parse(str(value), [t.to(device) for t in value.tensors])
         return value.to(device) if isinstance(value, Tensor) else value
 
-    return Case(*(t.to(device) for t in (c.q, c.k, c.v)), {n: move(x) for n, x in c.options.items()})
+    return Case(
+        *(t.to(device) for t in (c.q, c.k, c.v)), {n: move(x) for n, x in c.options.items()}
+    )
 
 
 def check(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
-# VmHWM is the peak of the resident set; writing 5 to clear_refs starts it anew. Every size is measured
-# in a child of its own, forked before the first operation; its warm-up does what a first call does.
+# VmHWM is the peak of the resident set; writing 5 to clear_refs starts it anew. Every size is
+# measured in a child of its own, forked before the first operation; its warm-up does what a first
+# call does.
 _PROGRAM = """
 import os, re, traceback
 import torch
@@ -46,7 +47,8 @@ for n in {sizes}:
 
 
 def peaks(body: str, *sizes: int) -> list[int]:
-    """Bytes of resident memory that `body`, statements over `torch`, `ns` and `n`, adds at its peak."""
+    """Bytes of resident memory that `body`, statements over `torch`, `ns` and `n`, adds at its
+    peak."""
     indented = "\n".join(f"    {line}" for line in body.strip().splitlines())
     program = _PROGRAM.format(body=indented, sizes=sizes)
     # a fixed threshold keeps malloc from holding on to large blocks that were freed

@@ -1,9 +1,8 @@
-"""Reads a listing of calls and of what they raise, written as a session at the prompt would show it:
+"""Reads a listing of calls and of what they raise, written as a session at the prompt would show
+it:
 
-    >>> ns.Prefix(-2)
-    ArgumentError: A prefix is a count of keys, so it cannot be negative.
-      n  -2
-      Try: Prefix(0) for none.
+>>> ns.Prefix(-2) ArgumentError: A prefix is a count of keys, so it cannot be negative. n -2
+Try: Prefix(0) for none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The contract, enumerated: every backend x dtype x mask x feature x shape against the oracle in float64.
+"""The contract, enumerated: every backend x dtype x mask x feature x shape against the oracle in
+float64.
 
-A backend that refuses must say why; then the case is skipped for that reason. Tiles of torch_any are
-forced to 16 x 16, so that every case has several of both.
+A backend that refuses must say why; then the case is skipped for that reason. Tiles of
+torch_any are forced to 16 x 16, so that every case has several of both.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ SHAPES = [
 
 
 def served(c: Case, backend: str) -> tuple[bool, bool]:
-    """Whether forward and backward are served; skip, with the backend's own reason, if neither is."""
+    """Whether forward and backward are served; skip, with the backend's own reason, if neither
+    is."""
     mask, get = c.options.get("mask") or ns.Full(), c.options.get
     drop = get("dropout")
     seed = None if drop is None else drop.seed_tensor()
@@ -175,6 +177,7 @@ def served(c: Case, backend: str) -> tuple[bool, bool]:
 def contract(c: Case, backend: str) -> None:
     """Forward, lse and all gradients; where a backend has no gradient through lse, without it."""
     _, through_lse = served(c, backend)
+
     def attend(**given: Any) -> ns.State:
         return ns.attention_state(**given, backend=backend)
 
@@ -303,9 +306,7 @@ def test_the_check_fails_without_the_rescale(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @settings(max_examples=30)
-@given(
-    tile_m=st.integers(1, 70), tile_n=st.integers(1, 70), mask=st.sampled_from(sorted(MASKS))
-)
+@given(tile_m=st.integers(1, 70), tile_n=st.integers(1, 70), mask=st.sampled_from(sorted(MASKS)))
 def test_tile_sizes_do_not_matter(tile_m: int, tile_n: int, mask: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         helpers.force_tiles(patch, tile_m, tile_n)

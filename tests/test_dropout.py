@@ -1,4 +1,5 @@
-"""The dropout mask: one function of (seed, b, h, i, j), at its exact rate, without visible pattern."""
+"""The dropout mask: one function of (seed, b, h, i, j), at its exact rate, without visible
+pattern."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_kept_weights_are_scaled_by_the_realised_rate() -> None:
     q, v = torch.zeros(1, 1, 64, 4), torch.eye(64)[None, None]
     o = ns.attention(q, q, v, dropout=drop)
     exact = 1 / 64 / (1 - 6554 / 65536)
-    assert torch.allclose(o[kept], torch.tensor(exact), rtol=64 * helpers.unit(torch.float32), atol=0)
+    assert torch.allclose(
+        o[kept], torch.tensor(exact), rtol=64 * helpers.unit(torch.float32), atol=0
+    )
     assert (o[~kept] == 0).all()
 
 
@@ -120,8 +123,8 @@ def test_backward_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(p=st.floats(0, 1, exclude_max=True))
 def test_the_rate_is_exact_over_all_draws(p: float) -> None:
-    """Of the 2^16 values of the 16-bit draw, exactly threshold(p) drop: the rate is within 2^-17 of p,
-    except that a p next to 1 keeps one value in 65536."""
+    """Of the 2^16 values of the 16-bit draw, exactly threshold(p) drop: the rate is within
+    2^-17 of p, except that a p next to 1 keeps one value in 65536."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     dropped = int((bits < threshold(p) - LEVELS // 2).sum())
     assert dropped == threshold(p)
@@ -135,7 +138,8 @@ def draws(seed: int, p: float, b: int = 4, h: int = 8, m: int = 512, n: int = 25
 
 @pytest.mark.parametrize("p", RATES)
 def test_the_empirical_rate_is_the_realised_one(p: float) -> None:
-    """4 million draws: within 5 sigma of the realised rate (and, for p = 1e-5, not of 0 or 2^-15)."""
+    """4 million draws: within 5 sigma of the realised rate (and, for p = 1e-5, not of 0 or
+    2^-15)."""
     lost = ~draws(123, p)
     rate, count = realised_rate(p), lost.numel()
     sigma = math.sqrt(rate * (1 - rate) / count)
@@ -146,7 +150,7 @@ def test_the_empirical_rate_is_the_realised_one(p: float) -> None:
         expected = count / counts.numel() * rate
         chi = float(((counts - expected) ** 2).sum() / (expected * (1 - rate)))
         free = counts.numel()
-        # the variance of a binomial's chi-square: 2 a cell, and 1 / expected more where few are expected
+        # the variance of a binomial's chi-square: 2 a cell, and 1 / expected more where few come
         assert abs(chi - free) < 5 * math.sqrt(free * (2 + 1 / expected))
 
 
@@ -193,8 +197,8 @@ def test_the_correlation_test_can_fail() -> None:
 
 
 def test_pairs_of_keys_take_all_combinations() -> None:
-    """Two keys share one 32-bit hash: its halves, and the keys of the pairs beside it, are independent.
-    Chi-square of the 16 patterns of four keys, with 15 degrees of freedom."""
+    """Two keys share one 32-bit hash: its halves, and the keys of the pairs beside it, are
+    independent. Chi-square of the 16 patterns of four keys, with 15 degrees of freedom."""
     lost = (~draws(17, 0.5)).long().reshape(-1, 4)
     pattern = (lost * torch.tensor([1, 2, 4, 8])).sum(1).bincount(minlength=16).double()
     expected = lost.shape[0] / 16

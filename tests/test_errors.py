@@ -1,4 +1,5 @@
-"""Every ill-formed call of attention: the class of the error and its whole text, as a reader sees it."""
+"""Every ill-formed call of attention: the class of the error and its whole text, as a reader
+sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import nosquare as ns
 import refusals
 from helpers import rnd
 
-Q, K, V = rnd(2, 4, 5, 8), rnd(2, 2, 7, 8), rnd(2, 2, 7, 8)
+NAMES = {"Q": rnd(2, 4, 5, 8), "K": rnd(2, 2, 7, 8), "V": rnd(2, 2, 7, 8), "rnd": rnd}
 
 LISTING = """
 >>> ns.attention(Q, [1.0], V)
@@ -249,7 +250,7 @@ ArgumentError: k is not finite.
 
 @pytest.mark.parametrize(("call", "expected"), refusals.listed(LISTING))
 def test_refused(call: str, expected: str) -> None:
-    refusals.raises(call, expected, globals())
+    refusals.raises(call, expected, {"ns": ns, "torch": torch, "math": math, **NAMES})
 
 
 def test_the_classes() -> None:

@@ -1,4 +1,5 @@
-"""Every ill-formed packed call, mask and dropout, and every call that nobody can serve: the whole text."""
+"""Every ill-formed packed call, mask and dropout, and every call that nobody can serve: the
+whole text."""
 
 from __future__ import annotations
 

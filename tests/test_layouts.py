@@ -1,4 +1,5 @@
-"""Strides, repeatability and side effects: the same numbers give the same answer, and nothing else moves."""
+"""Strides, repeatability and side effects: the same numbers give the same answer, and nothing
+else moves."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def test_any_strides(backend: str | None, layout: Callable[[Tensor], Tensor], wh
     if layout is swapped_batch:
         which = "all"
     views = {
-        n: layout(t) if which in (n, "all") else t for n, t in zip("qkv", (c.q, c.k, c.v), strict=True)
+        n: layout(t) if which in (n, "all") else t
+        for n, t in zip("qkv", (c.q, c.k, c.v), strict=True)
     }
     kept = {n: t.contiguous() for n, t in views.items()}
 
@@ -193,9 +195,7 @@ def test_batch_invariance(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("precision", ["medium", "high"])
 @pytest.mark.parametrize("backend", discover())
-def test_float32_is_float32(
-    backend: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_is_float32(backend: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process allows for its matrix products changes no bit, and is left as it was."""
     c = case((1,), 4, 2, 96, 96, 64)
     runs = []
@@ -270,7 +270,8 @@ def test_inputs_are_never_modified(backend: str | None) -> None:
 
 
 def test_nothing_changes_when_a_call_raises() -> None:
-    """After each refusal: the same precision, logs, random state, grad mode, and the next call works."""
+    """After each refusal: the same precision, logs, random state, grad mode, and the next call
+    works."""
     c = case()
     want = ns.attention(c.q, c.k, c.v)
     bad: list[dict[str, Any]] = [
@@ -290,7 +291,9 @@ def test_nothing_changes_when_a_call_raises() -> None:
                 with pytest.raises((ns.ArgumentError, ns.UnsupportedError)):
                     ns.attention(c.q, c.k, c.v, **options)
             with pytest.raises(ns.ArgumentError):
-                ns.attention_varlen(c.q[0], c.k[0].mT.contiguous().mT, c.v[0], cu, cu, mask=ns.Full())
+                ns.attention_varlen(
+                    c.q[0], c.k[0].mT.contiguous().mT, c.v[0], cu, cu, mask=ns.Full()
+                )
             with pytest.raises(ns.ArgumentError):
                 ns.attention_varlen(rnd(9, 2, 4), rnd(9, 2, 4), rnd(9, 2, 4), cu, cu)
         assert not log
@@ -303,7 +306,8 @@ def test_nothing_changes_when_a_call_raises() -> None:
 
 
 def test_saved_inputs_are_watched() -> None:
-    """Changing q in place between forward and backward is torch's own error, not a wrong gradient."""
+    """Changing q in place between forward and backward is torch's own error, not a wrong
+    gradient."""
     leaf = rnd(1, 2, 5, 4).requires_grad_()
     q = leaf * 1
     o = ns.attention(q, rnd(1, 2, 7, 4), rnd(1, 2, 7, 4))

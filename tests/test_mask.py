@@ -1,4 +1,5 @@
-"""Every mask kind: keep, span and core agree with an independent truth; spellings round-trip; bad input."""
+"""Every mask kind: keep, span and core agree with an independent truth; spellings round-trip;
+bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Peak memory of forward and backward, each in a process of its own: it grows as N, not as N squared."""
+"""Peak memory of forward and backward, each in a process of its own: it grows as N, not as N
+squared."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_grows_as_n(case: str) -> None:
-    """Tiles are of one size, the rest is proportional to N: each doubling adds at most 2.3 times what the
-    one before added (a square would add four times), and the whole stays under the bytes that the
-    arrays of size N need."""
+    """Tiles are of one size, the rest is proportional to N: each doubling adds at most 2.3
+    times what the one before added (a square would add four times), and the whole stays under
+    the bytes that the arrays of size N need."""
     words, sizes = CASES[case]
     options = ", ".join(f"{n}={x}" for n, x in words.items())
     grouped = case.startswith("grouped")

@@ -1,4 +1,5 @@
-"""Hard numbers, hard layouts and repeatability: what must not leak, overflow, vary or be touched."""
+"""Hard numbers, hard layouts and repeatability: what must not leak, overflow, vary or be
+touched."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ B, HQ, HK, M, N, D = 2, 4, 2, 37, 53, 8
 
 
 def per_head() -> Tensor:
-    """Key 20 is hidden from the heads of group 0 alone; keys from 40 on from all; rows 5 to 9 too."""
+    """Key 20 is hidden from the heads of group 0 alone; keys from 40 on from all; rows 5 to 9
+    too."""
     keep = torch.ones(HQ, M, N, dtype=torch.bool)
     keep[:2, :, 20] = False
     keep[:, :, 40:] = False
@@ -85,8 +87,8 @@ def everything(c: Case, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mask", HIDING)
 def test_nothing_leaks_from_what_nobody_sees(mask: str, options: str, poison: float) -> None:
-    """NaN or inf in keys and values that no row sees, in queries and in do of rows that see no key, and
-    in bias at hidden pairs: every result is, to the bit, what zeros there give."""
+    """NaN or inf in keys and values that no row sees, in queries and in do of rows that see no
+    key, and in bias at hidden pairs: every result is, to the bit, what zeros there give."""
     c = case((B,), HQ, HK, M, N, D, mask=HIDING[mask], **OPTIONS[options])
     keys, rows, pairs = hidden(HIDING[mask])
     do, dlse = c.cotangents()
@@ -161,7 +163,8 @@ def test_scores_in_the_thousands(size: float, dtype: torch.dtype, backend: str) 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("backend", discover())
 def test_scores_that_grow_with_every_tile(order: int, backend: str) -> None:
-    """The running maximum moves at every tile (or at none): each rescale, or each underflow, counts."""
+    """The running maximum moves at every tile (or at none): each rescale, or each underflow,
+    counts."""
     q = torch.ones(1, 2, 20, 1)
     k = (torch.arange(96.0)[::order] if order > 0 else torch.arange(96.0).flip(0)) * 3
     c = Case(q, k.reshape(1, 1, 96, 1), rnd(1, 1, 96, 1, seed=4))
@@ -204,8 +207,9 @@ def first_block(low: float) -> Tensor:
 @pytest.mark.parametrize("backend", discover())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 def test_a_bias_of_finfo_min(dtype: torch.dtype, backend: str) -> None:
-    """A running maximum that starts at finfo.min must not count those keys. The row that holds nothing
-    else has equal logits, since finfo.min absorbs the scores: its output is the mean of v."""
+    """A running maximum that starts at finfo.min must not count those keys. The row that holds
+    nothing else has equal logits, since finfo.min absorbs the scores: its output is the mean of
+    v."""
     low = torch.finfo(torch.float32).min
     c = case((B,), HQ, HK, M, N, D, dtype=dtype, bias=first_block(low))
     got = {}
@@ -221,12 +225,15 @@ def test_a_bias_of_finfo_min(dtype: torch.dtype, backend: str) -> None:
     allowed = bounds(want, *c.cotangents())["o"].index_copy(
         -2, torch.tensor([7]), (size * (4 * N + 32) * helpers.unit(torch.float32))[:, :, None]
     )
-    close("o", got["o"], exact, allowed + helpers.unit(dtype) * exact.abs() * (dtype != torch.float32))
+    close(
+        "o", got["o"], exact, allowed + helpers.unit(dtype) * exact.abs() * (dtype != torch.float32)
+    )
 
 
 @pytest.mark.parametrize("backend", discover())
 def test_a_bias_of_minus_inf(backend: str) -> None:
-    """It hides the pair, as a mask does: a row of nothing else is (0, -inf), with zero gradients."""
+    """It hides the pair, as a mask does: a row of nothing else is (0, -inf), with zero
+    gradients."""
     c = case((B,), HQ, HK, M, N, D, bias=first_block(-INF))
     attempt(lambda: check(c, named(backend), grads=False))
     check(c)
@@ -239,7 +246,8 @@ def test_a_bias_of_minus_inf(backend: str) -> None:
 @pytest.mark.parametrize("backend", discover())
 @pytest.mark.parametrize("where", ["(M,N)", "(1,N)"])
 def test_a_bias_of_minus_inf_with_a_causal_mask(backend: str, where: str) -> None:
-    """Rows whose visible keys are all hidden by the bias, while keys beyond the diagonal are not."""
+    """Rows whose visible keys are all hidden by the bias, while keys beyond the diagonal are
+    not."""
     bias = rnd(*((M, N) if where == "(M,N)" else (1, N)), seed=6)
     bias[..., :9] = -INF
     c = case((B,), HQ, HK, M, N, D, bias=bias, mask=ns.Causal("start"))

@@ -67,8 +67,8 @@ def test_the_empty_state_is_the_unit(x: list[ns.State]) -> None:
 
 @given(three())
 def test_merge_is_differentiable(x: list[ns.State]) -> None:
-    """No NaN in any gradient, with rows that one side, the other, or neither has seen; and where both
-    have, the derivative that finite differences give."""
+    """No NaN in any gradient, with rows that one side, the other, or neither has seen; and
+    where both have, the derivative that finite differences give."""
     leaves = [t.clone().requires_grad_() for s in x[:2] for t in (s.o, s.lse)]
     merged = ns.merge(ns.State(*leaves[:2]), ns.State(*leaves[2:]))
     outs = [merged.o, merged.lse.masked_fill(merged.lse.isneginf(), 0)]

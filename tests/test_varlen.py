@@ -28,7 +28,12 @@ def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def packed(
-    dtype: torch.dtype = torch.float32, hq: int = 4, hk: int = 2, d: int = 8, e: int = 8, tail: int = 3
+    dtype: torch.dtype = torch.float32,
+    hq: int = 4,
+    hk: int = 2,
+    d: int = 8,
+    e: int = 8,
+    tail: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with `tail` tokens that no sequence owns, full of NaN."""
     q = rnd(sum(LQ) + tail, hq, d, seed=1, dtype=dtype)
@@ -79,8 +84,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_each_sequence_is_as_if_alone(options: str, dtype: torch.dtype) -> None:
-    """o, lse and all gradients of every sequence against the oracle of that sequence; with a tail of
-    NaN, whose output is 0, whose lse is -inf and whose gradients are 0."""
+    """o, lse and all gradients of every sequence against the oracle of that sequence; with a
+    tail of NaN, whose output is 0, whose lse is -inf and whose gradients are 0."""
     given = OPTIONS[options]
     q, k, v = (t.requires_grad_() for t in packed(dtype, e=6))
     sinks = given["sinks"].clone().requires_grad_() if "sinks" in given else None
@@ -123,7 +128,9 @@ def test_the_comparison_can_fail() -> None:
     c = alone(4, q, k, v, {"dropout": ns.Dropout(0.5, 5, (0, 0, sum(LQ[:4]), sum(LK[:4])))})
     x = Exact.of(c)
     with pytest.raises(AssertionError):
-        close("o", got[sum(LQ[:4]) :][: LQ[4]].transpose(0, 1), x.o, bounds(x, *c.cotangents())["o"])
+        close(
+            "o", got[sum(LQ[:4]) :][: LQ[4]].transpose(0, 1), x.o, bounds(x, *c.cotangents())["o"]
+        )
 
 
 def test_packing_a_padded_batch_changes_nothing() -> None:

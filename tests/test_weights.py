@@ -37,7 +37,8 @@ def ask(c: Any, lse: Tensor, **more: Any) -> Any:
 
 
 def near(got: Tensor, want: Tensor, c: Any) -> None:
-    """p = exp(s - lse): relative error (D + 8) u S for s, the same for lse, whose sum has N terms."""
+    """p = exp(s - lse): relative error (D + 8) u S for s, the same for lse, whose sum has N
+    terms."""
     x = Exact.of(c)
     u = unit(got.dtype)
     # a column sum adds up to M of them

@@ -115,11 +115,29 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Expl
 
 
 _KNOWN = frozenset(Options.__annotations__)
+_BARE = {flag: Spec(deterministic=flag) for flag in (False, True)}  # a call without options
 
 
 def _call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, options: Options
 ) -> tuple[Spec, Inputs]:
+    if options:
+        spec, x = _read(Inputs(q, k, v, cu_q=cu_q, cu_k=cu_k), options)
+    else:
+        spec = _BARE[torch.are_deterministic_algorithms_enabled()]
+        x = Inputs(q, k, v, cu_q=cu_q, cu_k=cu_k)
+    check_types(x)
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        q, k, v = _autocast(q, k, v)
+        x = x._replace(q=q, k=k, v=v)
+    if options.get("check_finite"):
+        look_for_non_finite(x, spec)
+    return spec, x
+
+
+def _read(x: Inputs, options: Options) -> tuple[Spec, Inputs]:
+    """The options of a call as the rest of its Inputs and as Spec."""
     if not _KNOWN.issuperset(options):
         raise ArgumentError(
             "There is no such option.",
@@ -127,7 +145,7 @@ def _call(
             "help(nosquare.api.Options).",
         )
     get: Any = options.get
-    mask, dropout = get("mask"), get("dropout")
+    mask, dropout, deterministic = get("mask"), get("dropout"), get("deterministic")
     if mask is not None and not isinstance(mask, Mask):
         raise ArgumentError(
             "mask is not one of the mask kinds.",
@@ -142,15 +160,6 @@ def _call(
         )
     if dropout is not None and dropout.p == 0:
         dropout = None
-    seed = None if dropout is None else dropout.seed_tensor()
-    arrays = () if mask is None else mask.tensors
-    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, cu_q, cu_k, arrays)
-    check_types(x)
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        q, k, v = _autocast(q, k, v)
-        x = x._replace(q=q, k=k, v=v)
-    deterministic = get("deterministic")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     spec = Spec(
@@ -163,9 +172,10 @@ def _call(
         deterministic,
         get("batch_invariant", False),
     )
-    if get("check_finite"):
-        look_for_non_finite(x, spec)
-    return spec, x
+    seed = None if dropout is None else dropout.seed_tensor()
+    arrays = () if mask is None else mask.tensors
+    rest = (get("bias"), get("sinks"), get("alibi"), seed, x.cu_q, x.cu_k, arrays)
+    return spec, Inputs(x.q, x.k, x.v, *rest)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -86,15 +86,16 @@ class EagerAttention(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, grads: str, x: Inputs, *tensors: Any) -> Any:
         o, lse = run_forward(spec, x, grads)
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.rest = spec, (*x[5:9], *x.arrays)
+        ctx.call = spec, x
         ctx.save_for_backward(*tensors, o, lse)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
-        every = (*tensors, *ctx.rest)
-        found = _pull(ctx.spec, ctx.needs_input_grad[3:8], (o, lse), (do, dlse), every)
+        spec, x = ctx.call
+        every = (*tensors, *x[5:9], *x.arrays)
+        found = _pull(spec, ctx.needs_input_grad[3:8], (o, lse), (do, dlse), every)
         return (None, None, None, *found)
 
 
@@ -183,7 +184,8 @@ class AttentionBackward(torch.autograd.Function):
 
 _apply: Callable[..., Any] = Attention.apply
 _apply_backward: Callable[..., Any] = AttentionBackward.apply
-_apply_eager: Callable[..., Any] = EagerAttention.apply
+# the base class's apply: Function.apply only adds, on every call, what transforms need
+_apply_eager: Callable[..., Any] = super(torch.autograd.Function, EagerAttention).apply
 
 
 def _pull(

@@ -73,12 +73,18 @@ def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choi
 
 def wanted(x: Inputs) -> str:
     """Letters of the inputs that require a gradient, none where gradients are off."""
-    letters = ""
-    if torch.is_grad_enabled():
-        # no generator here: this is on the path of every call
-        for c, t in zip(LETTERS, x[:5], strict=True):
-            if t is not None and t.requires_grad:
-                letters += c
+    if not torch.is_grad_enabled():
+        return ""
+    # spelt out, and not a generator: this is on the path of every call
+    letters = "q" if x.q.requires_grad else ""
+    if x.k.requires_grad:
+        letters += "k"
+    if x.v.requires_grad:
+        letters += "v"
+    if x.bias is not None and x.bias.requires_grad:
+        letters += "b"
+    if x.sinks is not None and x.sinks.requires_grad:
+        letters += "s"
     return letters
 
 
