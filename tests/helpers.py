@@ -51,8 +51,8 @@ def rnd(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: f
 
 def force_tiles(patch: pytest.MonkeyPatch, m: int = 16, n: int = 16) -> None:
     """Make torch_any cut small problems into many tiles. Decisions are remembered: forget them."""
-    plan = importlib.import_module("nosquare.backends.torch_any.plan")
-    patch.setattr(plan, "FORCED", (m, n))
+    tiling = importlib.import_module("nosquare.backends.torch_any.tiling")
+    patch.setattr(tiling, "FORCED", (m, n))
     forget(patch)
 
 

@@ -35,7 +35,7 @@ from nosquare import sdpa as sdpa
 TILE = 2
 # modules that a function of the same name hides from `import`
 adapter: Any = importlib.import_module("nosquare.adapters.sdpa")
-tiles: Any = importlib.import_module("nosquare.backends.torch_any.plan")
+tiles: Any = importlib.import_module("nosquare.backends.torch_any.tiling")
 
 
 def force_tiles() -> None:

@@ -38,6 +38,12 @@ def flatten_batch(array: Tensor, axes: int, batch: Shape) -> Tensor:
     return array.expand(*batch, *tail).reshape(math.prod(batch), *tail)
 
 
+def varies_partly(head: Shape, batch: Shape) -> bool:
+    """Whether flatten_batch has to copy: some batch axes vary and others broadcast."""
+    size = math.prod(head)
+    return size > 1 and size != math.prod(batch)
+
+
 def per_head(t: Tensor, batch: Shape, heads: int) -> Tensor:
     """sinks or slopes (..., Hq) as (B | 1, Hq, 1, 1)."""
     if t.dim() == 0:

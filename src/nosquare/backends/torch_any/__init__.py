@@ -14,7 +14,7 @@ from ...errors import UnsupportedError
 from ...inputs import Inputs
 from ...problem import Problem
 from .higher import ROWS, WHOLE, Blocks, block_rows
-from .plan import plan
+from .tiling import plan
 from .tiles import backward, forward
 
 RANK = 900

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...axes import lay_out_bias, per_head, restore
+from ...axes import lay_out_bias, per_head, restore, varies_partly
 from ...bound import Bound, Rectangle
 from ...inputs import Inputs, check_offsets
 from ...problem import Problem
 from ...spelling import parse
 from .. import Grads
-from .plan import Plan, plan
+from .tiling import Plan, plan
 
 if TYPE_CHECKING:
     from .tiles import Tile
@@ -92,6 +92,17 @@ def pieces(problem: Problem, chosen: Plan, x: Inputs) -> Iterator[Work]:
         except RuntimeError:  # batch axes that no single stride can step through
             flat.append(t.reshape(p.B, *rest))
             copies.append(f"{name}, whose batch axes are not evenly strided")
+    wide = [("bias", x.bias, 3)] if x.bias is not None else []
+    wide += [
+        (f"an array of {leaf}", a, len(lay))
+        for leaf in mask.leaves
+        for a, lay in zip(leaf.tensors, leaf.lay, strict=True)
+    ]
+    copies += [
+        f"{name}, which varies along some batch axes only"
+        for name, t, width in wide
+        if varies_partly(t.shape[: max(t.dim() - width, 0)], p.batch)
+    ]
     dtype = problem.lse_dtype
     yield Work(
         problem=problem,

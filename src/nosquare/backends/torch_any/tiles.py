@@ -33,9 +33,10 @@ from ...receipt import Ran
 from ...state import finish
 from .. import Grads
 from .layout import Work, bytes_of, gradients, heads_first, ieee_float32, outputs, pieces
-from .plan import Plan
+from .tiling import Plan
 
 MINUS_INF = float("-inf")
+LARGE_LSE = 1024.0  # float32 keeps an lse of this size to 6e-5, and p is as exact as its lse
 
 
 class Tile(NamedTuple):
@@ -125,17 +126,21 @@ def backward(
             widest, copies = max(widest, bytes_of(scratch)), work.copies
             sums = grads.of(work)
             for tile in _query_tiles(work):
-                rows = _row_facts(work, tile, *facts)
+                rows = _renormalised(work, tile, scratch[0], _row_facts(work, tile, *facts))
                 _backward_tile(work, tile, scratch, rows, sums)
     return grads.finish(), Ran(("torch tiles backward",), workspace + widest, copies)
 
 
 class _Rows(NamedTuple):
-    """What backward knows of a tile's rows, each (R, G * m, width): do, lse, delta."""
+    """What backward knows of a tile's rows, each (R, G * m, width).
+
+    share  1 / sum of exp(s - lse), where rounding may have made that sum other than 1; else None
+    """
 
     do: Tensor
     lse: Tensor
     delta: Tensor
+    share: Tensor | None = None
 
 
 def _row_facts(
@@ -156,6 +161,24 @@ def _row_facts(
     return _Rows(do, lse.masked_fill(lse == MINUS_INF, 0), delta)
 
 
+def _renormalised(work: Work, tile: Tile, scratch: Tensor, rows: _Rows) -> _Rows:
+    """Rows whose lse is so large that its rounding is felt in p = exp(s - lse), with their share.
+
+    A bias of finfo.min over a whole row leaves lse no digit of ln N: p would be N times too large.
+    """
+    if rows.lse.dtype == torch.float64 or not bool((rows.lse.abs() > LARGE_LSE).any()):
+        return rows
+    b, h, g, m = tile.shape
+    total = torch.zeros_like(rows.lse)
+    if work.sinks is not None:
+        sink = cut(work.sinks, tile.where).expand(b, h * g, m, 1).reshape(total.shape)
+        total += torch.exp(sink - rows.lse)
+    for j, keep in _key_tiles(work, tile):
+        s, _ = _scores(work, tile, j, keep, scratch)
+        total += s.sub_(rows.lse).exp_().sum(-1, keepdim=True)
+    return rows._replace(share=torch.where(total > 0, total, 1).reciprocal_())
+
+
 def _backward_tile(
     work: Work, tile: Tile, scratch: list[Tensor], rows: _Rows, sums: list[Tensor | None]
 ) -> None:
@@ -169,6 +192,8 @@ def _backward_tile(
         n = j.stop - j.start
         s, slope = _scores(work, tile, j, keep, scratch[0], slope=True)
         p = s.sub_(rows.lse).exp_()
+        if rows.share is not None:
+            p.mul_(rows.share)
         q, do = tile.q, scaled_do
         if isinstance(keep, Tensor):
             # rows that see nothing here may hold anything: 0 * NaN must not enter dk and dv
@@ -204,6 +229,8 @@ def _backward_tile(
     if dsinks is not None and work.sinks is not None:
         sink = cut(work.sinks, tile.where)
         weight = torch.exp(sink - rows.lse.view(b, h * g, m, 1))
+        if rows.share is not None:
+            weight = weight * rows.share.view(b, h * g, m, 1)
         part = cut(dsinks, tile.where)
         part.sub_(score.sum_to(weight * rows.delta.view(b, h * g, m, 1), part.shape))
 
