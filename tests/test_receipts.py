@@ -197,9 +197,8 @@ def test_explain_of_a_named_backend() -> None:
 def test_a_named_backend_runs_or_refuses(name: str) -> None:
     for options in CALLS.values():
         c = case(**options)
-        with ns.receipts() as log:
-            with contextlib.suppress(ns.UnsupportedError):
-                train(c, backend=name)
+        with ns.receipts() as log, contextlib.suppress(ns.UnsupportedError):
+            train(c, backend=name)
         assert all(r.backend == name for r in log)
 
 

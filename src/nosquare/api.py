@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .autograd import attend
+from .autograd import attend, attend_state
 from .backends import named
 from .dropout import Dropout
 from .errors import ArgumentError
@@ -61,7 +61,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Te
     Raises ArgumentError for an ill-formed call, UnsupportedError when nobody (or not the backend
     that was named) can run it.
     """
-    return attend(*_call(q, k, v, None, None, options))[0]
+    return attend(*_call(q, k, v, None, None, options))
 
 
 def attention_state(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> State:
@@ -72,7 +72,7 @@ def attention_state(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options])
 
     Raises as attention does.
     """
-    return State(*attend(*_call(q, k, v, None, None, options)))
+    return State(*attend_state(*_call(q, k, v, None, None, options)))
 
 
 def attention_varlen(
@@ -97,7 +97,7 @@ def varlen_state(
     """As attention_varlen, with lse (Hq, total_q). For adapters; not a public name."""
     if cu_q is None or cu_k is None:  # without both it would be read as a call that is not packed
         raise ArgumentError("A packed call needs cu_q and cu_k.", {}, "give both.")
-    return State(*attend(*_call(q, k, v, cu_q, cu_k, options)))
+    return State(*attend_state(*_call(q, k, v, cu_q, cu_k, options)))
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Explanation:

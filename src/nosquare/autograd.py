@@ -22,8 +22,19 @@ from .receipt import LOGS, Receipt, note
 from .spelling import parse
 
 
-def attend(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
-    """(o, lse) of one call, by the entrance that fits how it was called."""
+def attend(spec: Spec, x: Inputs) -> Tensor:
+    """o of one call, by the entrance that fits how it was called."""
+    if _traced(x.q) or _transformed():
+        return attend_state(spec, x)[0]
+    grads = wanted(x)
+    if not grads:
+        return run_forward(spec, x, "")[0]
+    o: Tensor = _apply_eager(spec, grads, x, False, *x[:5])
+    return o
+
+
+def attend_state(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
+    """(o, lse) of one call, likewise."""
     if _traced(x.q):
         o, lse = torch.ops.nosquare.forward(*x[:9], list(x.arrays), *spec, wanted(x))
         return o, lse
@@ -33,7 +44,7 @@ def attend(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
     grads = wanted(x)
     if not grads:
         return run_forward(spec, x, "")
-    o, lse = _apply_eager(spec, grads, x, *x[:5])
+    o, lse = _apply_eager(spec, grads, x, True, *x[:5])
     return o, lse
 
 
@@ -76,27 +87,27 @@ class Attention(torch.autograd.Function):
 
 
 class EagerAttention(torch.autograd.Function):
-    """Attention where no transform is active: (spec, grads, Inputs, q, k, v, bias, sinks).
+    """Attention where no transform is active: (spec, grads, Inputs, state, q, k, v, bias, sinks).
 
-    The same in fewer microseconds: what has no gradient rides in Inputs, and there is nothing to
-    prepare for forward mode.
+    The same in fewer microseconds: what has no gradient rides in Inputs, nothing is prepared
+    for forward mode, and lse is an output only where the state is wanted.
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, grads: str, x: Inputs, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: Spec, grads: str, x: Inputs, state: bool, *tensors: Any) -> Any:
         o, lse = run_forward(spec, x, grads)
         ctx.set_materialize_grads(False)
         ctx.call = spec, x
         ctx.save_for_backward(*tensors, o, lse)
-        return o, lse
+        return (o, lse) if state else o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
         spec, x = ctx.call
         every = (*tensors, *x[5:9], *x.arrays)
-        found = _pull(spec, ctx.needs_input_grad[3:8], (o, lse), (do, dlse), every)
-        return (None, None, None, *found)
+        found = _pull(spec, ctx.needs_input_grad[4:9], (o, lse), (do, dlse), every)
+        return (*(None,) * 4, *found)
 
 
 class AttentionBackward(torch.autograd.Function):

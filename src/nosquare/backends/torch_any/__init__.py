@@ -14,8 +14,8 @@ from ...errors import UnsupportedError
 from ...inputs import Inputs
 from ...problem import Problem
 from .higher import ROWS, WHOLE, Blocks, block_rows
-from .tiling import plan
 from .tiles import backward, forward
+from .tiling import plan
 
 RANK = 900
 __all__ = ["RANK", "backward", "forward", "plan", "program", "refusals", "refuse_packed"]
