@@ -49,10 +49,11 @@ def rnd(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: f
     return (torch.randn(shape, generator=g, dtype=torch.float64) * scale).to(dtype)
 
 
-def force_tiles(patch: pytest.MonkeyPatch, m: int = 16, n: int = 16) -> None:
-    """Make torch_any cut small problems into many tiles. Decisions are remembered: forget them."""
+def force_tiles(patch: pytest.MonkeyPatch, m: int | None = 16, n: int = 16) -> None:
+    """Make torch_any cut small problems into many tiles; m=None: as it would. Decisions are
+    remembered: forget them."""
     tiling = importlib.import_module("nosquare.backends.torch_any.tiling")
-    patch.setattr(tiling, "FORCED", (m, n))
+    patch.setattr(tiling, "FORCED", None if m is None else (m, n))
     forget(patch)
 
 

@@ -224,6 +224,16 @@ def test_shapes(backend: str, shape: str, dtype: torch.dtype, mask: str) -> None
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", ["B1-Hq2-Hk1-M530-N1050-D8", "B2-Hq2-Hk2-M3-N4200-D4"])
+def test_tiles_as_they_are_planned(shape: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes beyond the tiles that are really used: 512 x 512, and long ones for few queries."""
+    helpers.force_tiles(monkeypatch, None)
+    s = parse_shape(shape)
+    c = case(**s, mask=MASKS[mask](s["batch"], s["hq"], s["m"], s["n"]))
+    check(Case(c.q, c.k, c.v, {**c.options, "dropout": ns.Dropout(0.1, 2)}))
+
+
+@pytest.mark.parametrize("mask", MASKS)
 def test_the_oracle_itself(mask: str) -> None:
     """The reference of all this agrees with a dense formula that shares no code with it."""
     made = MASKS[mask]((2,), 4, 37, 53)

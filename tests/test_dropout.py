@@ -228,6 +228,9 @@ def test_bad_probabilities(p: float) -> None:
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: ns.Dropout("0.1", 1),
+        lambda: ns.Dropout(None, 1),
+        lambda: ns.Dropout(torch.tensor(0.1), 1),
         lambda: ns.Dropout(0.1, 1.5),
         lambda: ns.Dropout(0.1, 1 << 63),
         lambda: ns.Dropout(0.1, torch.tensor([1])),

@@ -221,6 +221,21 @@ ArgumentError: The ALiBi slopes have no gradient here.
   alibi  requires_grad=True
   Try: alibi.detach(), or the same numbers as bias= which has a gradient.
 
+>>> ns.attention(Q, K, V, scale=torch.tensor(0.5, requires_grad=True))
+ArgumentError: scale is one number for the whole call, without a gradient.
+  scale  Tensor
+  Try: float(...), or multiply q by a learned scale: it has a gradient there.
+
+>>> ns.attention(Q, K, V, softcap="30")
+ArgumentError: softcap is one number for the whole call, without a gradient.
+  softcap  str
+  Try: float(...), or multiply q by a learned scale: it has a gradient there.
+
+>>> ns.attention(Q, K, V, sinks=torch.ones(4).cfloat())
+ArgumentError: sinks must be real.
+  sinks  torch.complex64
+  Try: sinks.real.
+
 >>> ns.attention(Q, K, V, softcap=0.0)
 ArgumentError: softcap must be positive and finite.
   softcap  0.0

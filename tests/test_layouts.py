@@ -3,6 +3,8 @@ else moves."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import helpers
 import nosquare as ns
@@ -227,6 +230,54 @@ def test_the_newer_precision_switches(place: str) -> None:
         assert switch.fp32_precision == "tf32"
     finally:
         switch.fp32_precision = before
+
+
+FEATURES: dict[str, Any] = {
+    "mask": ns.Lengths(torch.tensor([3, 50])) & ns.Causal(),
+    "bias": rnd(37, 53),
+    "sinks": rnd(4),
+    "alibi": torch.ones(4) / 8,
+    "softcap": 2.0,
+    "dropout": ns.Dropout(0.2, 3),
+}
+
+
+def test_settings_of_the_whole_process() -> None:
+    """torch's deterministic mode and its default dtype change nothing but what they say."""
+    c = case(**FEATURES)
+    want = ns.attention(c.q, c.k, c.v, **FEATURES)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        check(c)
+        assert torch.equal(ns.attention(c.q, c.k, c.v, **FEATURES), want)
+        with ns.receipts() as log:
+            ns.attention(c.q, c.k, c.v)
+        assert log[0].problem.deterministic
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_checkpointing_and_repeated_backward() -> None:
+    c = case(**FEATURES)
+    leaves = [t.requires_grad_() for t in (c.q, c.k, c.v)]
+
+    def layer(*x: Tensor) -> Tensor:
+        return ns.attention(*x, **FEATURES).sum()
+
+    loss = layer(*leaves)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    later = torch.autograd.grad(checkpoint(layer, *leaves, use_reentrant=False), leaves)
+    for a, b, x in zip(first, again, later, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, x)
+
+
+@pytest.mark.parametrize("value", [FEATURES["mask"], FEATURES["dropout"], ns.Full()], ids=str)
+def test_options_travel_between_processes(value: Any) -> None:
+    assert str(pickle.loads(pickle.dumps(value))) == str(copy.deepcopy(value)) == str(value)
 
 
 def test_threads_do_not_disturb_each_other() -> None:

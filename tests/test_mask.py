@@ -237,7 +237,8 @@ def test_bad_masks(make: Any) -> None:
 
 def test_windows_of_any_size_are_exact_integers() -> None:
     """A window far beyond the sequence is unbounded, not an overflow."""
-    assert ns.visible(ns.Window(1 << 62, 1 << 62), 5, 9).all()
+    assert ns.visible(ns.Window(1 << 62, 1 << 80), 5, 9).all()
+    assert ns.visible(ns.Prefix(1 << 80), 5, 9).all()
     assert torch.equal(ns.visible(ns.Window(1 << 62, 0), 5, 9), ns.visible(ns.Causal(), 5, 9))
 
 

@@ -230,6 +230,24 @@ def test_a_bias_of_finfo_min(dtype: torch.dtype, backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e30, -1e9, 1e9], ids=str)
+def test_gradients_where_lse_has_lost_its_normaliser(low: float) -> None:
+    """lse = low + ln N rounds to low: weights of exp(s - lse) would be 1, not 1 / N. The scores
+    are 0 here, so that every weight is 1 / N, and dv = sum of do / N, whatever the bias is."""
+    c = case((B,), HQ, HK, M, N, D)
+    v = c.v.clone().requires_grad_()
+    o = ns.attention(c.q * 0, c.k, v, bias=torch.full((1, N), low))
+    do = c.cotangents()[0]
+    (dv,) = torch.autograd.grad(o, v, do)
+    grouped = do.double().unflatten(1, (HK, -1))
+    room = 2 * (HQ // HK * M + N + 32) * helpers.unit(torch.float32) / N
+    want = grouped.sum((2, 3))[:, :, None].expand(v.shape) / N
+    close("dv", dv, want, (room * grouped.abs().sum((2, 3)))[:, :, None].expand(v.shape))
+    mean = c.v.double().mean(-2).repeat_interleave(HQ // HK, 1)[:, :, None].expand(o.shape)
+    size = c.v.double().abs().mean(-2).repeat_interleave(HQ // HK, 1)[:, :, None].expand(o.shape)
+    close("o", o, mean, 2 * (N + 32) * helpers.unit(torch.float32) * size)
+
+
 @pytest.mark.parametrize("backend", discover())
 def test_a_bias_of_minus_inf(backend: str) -> None:
     """It hides the pair, as a mask does: a row of nothing else is (0, -inf), with zero

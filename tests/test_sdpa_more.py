@@ -121,7 +121,7 @@ def test_dropout_under_vmap_differs_for_each_entry() -> None:
 
 def largest_allocation(attend: Any) -> int:
     """Bytes of the largest block of memory that torch allocates during a call."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as log:
         attend()
     events = log.profiler.kineto_results.events()  # type: ignore[union-attr]
     return max(e.nbytes() for e in events if e.name() == "[memory]")

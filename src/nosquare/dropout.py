@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Dropout:
     offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p < 1.0:
+        if not (isinstance(self.p, float | Real) and 0.0 <= self.p < 1.0):
             raise ArgumentError(
                 "Dropout needs a probability p with 0 <= p < 1.",
                 {"p": self.p},
@@ -91,7 +91,7 @@ class Dropout:
         """The seed as a 0-d int64 tensor."""
         if isinstance(self.seed, Tensor):
             return self.seed
-        return torch.tensor(self.seed, dtype=torch.int64)
+        return torch.tensor(self.seed, dtype=torch.int64, device="cpu")
 
 
 def keep_scalar(seed: int, b: int, h: int, i: int, j: int, p: float) -> bool:

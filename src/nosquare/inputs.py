@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -187,7 +188,8 @@ def check_offsets(name: str, cu: list[int], total: int) -> None:
     """Check the values of cu_q or cu_k, which needs the data. Raises ArgumentError."""
     rising = all(a <= b for a, b in pairwise(cu))
     if not rising or cu[0] != 0 or cu[-1] > total:
-        shown = cu if len(cu) <= 12 else [*cu[:6], "...", *cu[-5:]]
+        few = cu if len(cu) <= 12 else [*cu[:6], "...", *cu[-5:]]
+        shown = f"[{', '.join(map(str, few))}]"
         raise ArgumentError(
             f"{name} must rise from 0 to at most the number of tokens.",
             {name: shown, "tokens": total},
@@ -213,6 +215,8 @@ def _check_extras(x: Inputs, spec: Spec, batch: Shape, hq: int, m: int, n: int) 
         _check_broadcast("bias", x.bias, (*batch, hq, m, n), where, x.q.device)
     for name, t in (("sinks", x.sinks), ("alibi", x.alibi)):
         if t is not None:
+            if t.is_complex():
+                raise ArgumentError(f"{name} must be real.", {name: t.dtype}, f"{name}.real.")
             _check_broadcast(
                 name, t, (hq,) if x.cu_q is not None else (*batch, hq), where, x.q.device
             )
@@ -222,6 +226,14 @@ def _check_extras(x: Inputs, spec: Spec, batch: Shape, hq: int, m: int, n: int) 
             {"alibi": "requires_grad=True"},
             "alibi.detach(), or the same numbers as bias= which has a gradient.",
         )
+    for name, number in (("scale", spec.scale), ("softcap", spec.softcap)):
+        if number is not None and not isinstance(number, float | Real):
+            # a tensor, above all: it would have no gradient
+            raise ArgumentError(
+                f"{name} is one number for the whole call, without a gradient.",
+                {name: type(number).__name__},
+                "float(...), or multiply q by a learned scale: it has a gradient there.",
+            )
     if spec.softcap is not None and not 0 < spec.softcap < math.inf:
         raise ArgumentError(
             "softcap must be positive and finite.",

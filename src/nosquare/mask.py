@@ -201,7 +201,7 @@ class Prefix(Mask):
 
     def numbers(self, m: int, n: int) -> Numbers:
         """(n,): the length of the prefix."""
-        return (self.n,)
+        return (min(self.n, n),)
 
     keep = staticmethod(lambda i, j, r, c, a: j < a[0])
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, a[0])))

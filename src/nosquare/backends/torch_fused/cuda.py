@@ -112,9 +112,11 @@ def backward(
     """Gradients of q, k and v."""
     q, k, v = _flat(p, x)
     o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
-    do = do.reshape(q.shape)
-    if do.stride(-1) != 1 or any(s % 8 for s in do.stride()[:-1]) or 0 in do.stride():
-        do = do.contiguous()
+    # in the memory order of o: seen on an H200 with torch 2.11, cuDNN reads any other as if it were,
+    # and an address off by an element ends the process
+    do = p.promised(do.reshape(p.o_shape)).reshape(q.shape)
+    if do.data_ptr() % 16:
+        do = do.clone()
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # dropout's state: there is none
     if plan.engine == FLASH:
         grads = _aten._scaled_dot_product_flash_attention_backward(
