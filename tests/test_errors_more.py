@@ -92,7 +92,7 @@ ArgumentError: cu_q must rise from 0 to at most the number of tokens.
 
 >>> ns.attention_varlen(PQ, PK, PK, torch.tensor([*range(9), 7, 6, 5, 4]), torch.zeros(13).int())
 ArgumentError: cu_q must rise from 0 to at most the number of tokens.
-  cu_q    [0, 1, 2, 3, 4, 5, '...', 8, 7, 6, 5, 4]
+  cu_q    [0, 1, 2, 3, 4, 5, ..., 8, 7, 6, 5, 4]
   tokens  9
   Try: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).
 

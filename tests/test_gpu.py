@@ -5,6 +5,7 @@ The reference is the oracle in float64 on the CPU; the inputs are the same numbe
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -318,6 +319,7 @@ def test_memory_grows_as_n(options: str, backend: str | None) -> None:
         x = [
             rnd(1, 2, n, 64, seed=s, dtype=torch.bfloat16).cuda().requires_grad_() for s in range(3)
         ]
+        gc.collect()  # what earlier tests left must not be freed while this one counts
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -112,8 +112,8 @@ def backward(
     """Gradients of q, k and v."""
     q, k, v = _flat(p, x)
     o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
-    # in the memory order of o: seen on an H200 with torch 2.11, cuDNN reads any other as if it were,
-    # and an address off by an element ends the process
+    # in the memory order of o: seen on an H200 with torch 2.11, cuDNN reads others as if they were
+    # that, and an address off by an element ends the process
     do = p.promised(do.reshape(p.o_shape)).reshape(q.shape)
     if do.data_ptr() % 16:
         do = do.clone()
