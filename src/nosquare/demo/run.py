@@ -89,7 +89,7 @@ def _text(console: Any, folder: Path, context: int, tokens: int, longest: int) -
     console.print(
         f"[dim]Peak memory is above the loaded model ({results['nosquare']['peak_how']}); "
         f"{mib:,.0f} MiB of it is the KV cache, the same for all. dlogprob: log-probability of "
-        "each of the text's tokens, against attention in float64.[/dim]"
+        "every fourth token of the text, against attention in float64.[/dim]"
     )
     _print_receipts(console, results["nosquare"])
     contexts = sorted(curves["nosquare"])[-3:]

@@ -23,6 +23,7 @@ import torch
 Tensor = torch.Tensor
 MIB = 2**20
 HEADS_Q, HEADS_K, WIDTH = 9, 3, 64  # SmolLM2's attention, for the single call
+SCORED_EVERY = 4  # tokens: scoring all of them takes seconds in every process and says no more
 WARM_UP_TOKENS = 256  # for the model
 WARM_UP_CONTEXT = 2048  # for the single call
 ROWS64 = 128  # query rows the float64 reference holds at once
@@ -185,8 +186,8 @@ class _Log:
 def run_text(attention: str, context: int, tokens: int) -> dict[str, Any]:
     """SmolLM2 reads `context` tokens of real text, then writes `tokens` more, greedily.
 
-    tokens=0 stops after reading. logprobs: natural log-probability of each token of the text but
-    the first. times in seconds, memory in bytes.
+    tokens=0 stops after reading. logprobs: natural log-probability of every SCORED_EVERYth token
+    of the text. times in seconds, memory in bytes.
     """
     from transformers import DynamicCache
 
@@ -214,6 +215,7 @@ def run_text(attention: str, context: int, tokens: int) -> dict[str, Any]:
         prefill_s = time.perf_counter() - start
         for hook in hooks:
             hook.remove()
+        _keep_freed_blocks()
         written, start = [], time.perf_counter()
         for n in range(tokens):
             written.append(int(step))
@@ -240,6 +242,17 @@ def run_text(attention: str, context: int, tokens: int) -> dict[str, Any]:
     }
 
 
+def _keep_freed_blocks() -> None:
+    """From here on glibc keeps what is freed, as it does by default. Giving it back made the peak
+    of reading repeatable (see run.py); in writing it would only cost page faults, on every token."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return  # not glibc: nothing was changed there
+    for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        mallopt(option, 1 << 30)
+
+
 def _layer_progress(layers: Any, words: str, first: float, last: float) -> list[Any]:
     """Report after each layer of the next forward."""
 
@@ -251,12 +264,12 @@ def _layer_progress(layers: Any, words: str, first: float, last: float) -> list[
 
 
 def _logprobs(head: Any, hidden: Tensor, ids: Tensor) -> list[float]:
-    """In pieces: all logits at once would be a far larger array than any attention's."""
+    """Of every fourth token; in pieces, since all logits at once would be a far larger array than
+    any attention's."""
     found: list[float] = []
-    for first in range(0, len(ids) - 1, 256):
-        last = min(first + 256, len(ids) - 1)
-        logits = head(hidden[first:last])
-        told = logits.gather(1, ids[first + 1 : last + 1, None])[:, 0]
+    for chosen in torch.arange(0, len(ids) - 1, SCORED_EVERY).split(256):
+        logits = head(hidden[chosen])
+        told = logits.gather(1, ids[chosen + 1, None])[:, 0]
         found += (told - logits.logsumexp(-1)).tolist()
     return found
 
