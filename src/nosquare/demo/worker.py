@@ -244,7 +244,7 @@ def run_text(attention: str, context: int, tokens: int) -> dict[str, Any]:
 
 def _keep_freed_blocks() -> None:
     """From here on glibc keeps what is freed, as it does by default. Giving it back made the peak
-    of reading repeatable (see run.py); in writing it would only cost page faults, on every token."""
+    of reading repeatable (see run.py); in writing it would only cost page faults."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
