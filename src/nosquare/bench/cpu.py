@@ -138,7 +138,7 @@ def _run(console: Console, suites: Sequence[Suite], quick: bool, name: str | Non
     console.print(
         f"{machine['cpu']} ({', '.join(machine['features'])}), threads: {machine['threads']}, "
         f"torch {software['torch']}. Times are medians. Ratio: torch's time / nosquare's. "
-        f"Error ratio: nosquare's error / torch's.\nGF/s: {FLOP_CONVENTION}"
+        f"Error: nosquare's over torch's.\nGF/s: {FLOP_CONVENTION}"
     )
     _warn_if_busy(console)
     rounds = Rounds(3, 100, 0.6) if quick else Rounds(3, 200, 3.0)

@@ -56,28 +56,36 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> None:
-    """Print the table of one suite, the geometric mean, misses of the aim, who was not timed."""
+    """Print the table of one suite, the geometric mean, misses of the aim, who was not timed.
+
+    What all cases share stands above the table, what differs in it; pairs are torch's / nosquare's.
+    """
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("case")
+    shared, labels = _labels(results)
+    console.print(f"\n[bold]{title}[/bold]" + (f"\n{shared}" if shared else ""))
+    table = Table()
+    table.add_column("case", min_width=9)
     memory = any(e.peak_bytes is not None for r in results for e in r.entries)
     extra = aim.most_extra_us is not None
-    names = ["torch us", "nosquare us", "extra us" if extra else "ratio"]
-    names += ["torch GF/s", "nosquare GF/s", "error ratio"]
-    names += ["torch MiB", "nosquare MiB"] if memory else []
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("ran")
-    for result in results:
+    rate = "GB/s" if all(r.case.phase == "decode" for r in results) else "GF/s"
+    unit = "us" if any(e.median_us < 1000 for r in results for e in r.entries) else "ms"
+    names = [f"torch {unit}", f"nosquare {unit}", f"extra {unit}" if extra else "ratio"]
+    names += [rate, "error"]
+    for name in [*names, *(["MiB"] if memory else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, result in zip(labels, results, strict=True):
         style = "yellow" if aim.missed(result) else None
-        table.add_row(*_cells(result, memory, extra), style=style)
+        table.add_row(label, *_cells(result, memory, extra, unit), style=style)
     mean = math.nan if extra else geometric_mean([r.ratio() for r in results])
     if not math.isnan(mean):
-        pad = [""] * (len(names) - 3)
         table.add_section()
-        table.add_row("geometric mean", "", "", f"{mean:.2f}", *pad, "")
+        table.add_row("geometric mean", "", "", f"{mean:.2f}")
     console.print(table)
+    for who in ("torch", "nosquare"):
+        kernels = sorted({result.of(who).ran for result in results} - {""})
+        if kernels:
+            console.print(f"{who} ran: {'; '.join(kernels)}", markup=False)
     missed = [r for r in results if aim.missed(r)]
     if aim.words():
         verdict = f"[yellow]{len(missed)} of {len(results)} miss[/yellow]" if missed else "met"
@@ -94,16 +102,27 @@ def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> N
                               markup=False)  # fmt: skip
 
 
-def _cells(result: Result, memory: bool, extra: bool) -> list[str]:
+def _labels(results: Sequence[Result]) -> tuple[str, list[str]]:
+    """The words that all cases share, and what is left of each; a single case is left whole."""
+    words = [str(r.case).split() for r in results]
+    if len(words) < 2:
+        return "", [" ".join(w) for w in words]
+    shared = [w for w in words[0] if all(w in other for other in words)]
+    rest = [" ".join(w for w in case if w not in shared) for case in words]
+    return " ".join(shared), [label or "as it is" for label in rest]
+
+
+def _cells(result: Result, memory: bool, extra: bool, unit: str) -> list[str]:
     torch, mine = result.of("torch"), result.of("nosquare")
-    gap = _us(mine.median_us - torch.median_us) if extra else _two(result.ratio())
-    cells = [str(result.case), _us(torch.median_us), _us(mine.median_us), gap]
-    cells += [_rate(result, entry.median_us) for entry in (torch, mine)]
+    gap = _time(mine.median_us - torch.median_us, unit) if extra else _two(result.ratio())
+    cells = [_time(torch.median_us, unit), _time(mine.median_us, unit), gap]
+    cells.append(" / ".join(_rate(result, e.median_us) for e in (torch, mine)))
     cells.append(_two(error_ratio(result)))
     if memory:
-        cells += [NONE if e.peak_bytes is None else f"{e.peak_bytes / MIB:,.1f}"
-                  for e in (torch, mine)]  # fmt: skip
-    return [*cells, f"{mine.ran or NONE} (torch: {torch.ran or NONE})"]
+        sizes = [NONE if e.peak_bytes is None else f"{e.peak_bytes / MIB:,.0f}"
+                 for e in (torch, mine)]  # fmt: skip
+        cells.append(" / ".join(sizes))
+    return cells
 
 
 def error_ratio(result: Result) -> float:
@@ -121,10 +140,11 @@ def _least_us(result: Result, contestant: str) -> float:
     return min(result.of(contestant).samples_us, default=math.nan)
 
 
-def _us(time_us: float) -> str:
+def _time(time_us: float, unit: str) -> str:
     if math.isnan(time_us):
         return NONE
-    return f"{time_us:,.1f}" if time_us < 1000 else f"{time_us:,.0f}"
+    number = time_us if unit == "us" else time_us / 1000
+    return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
 
 
 def _two(number: float) -> str:
@@ -136,5 +156,5 @@ def _rate(result: Result, time_us: float) -> str:
     if math.isnan(time_us):
         return NONE
     if result.case.phase == "decode":
-        return f"{result.case.cache_bytes / time_us / 1000:.1f} GB/s"
+        return f"{result.case.cache_bytes / time_us / 1000:.1f}"
     return f"{result.case.flops(result.pairs) / time_us / 1000:.1f}"

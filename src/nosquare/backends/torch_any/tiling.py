@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 
-# a score tile of all heads worked on at once, in elements: 8 MiB of float32. It stays in the
+# a score tile of all heads worked on at once, in elements: 4 MiB of float32. It stays in the
 # caches of a server CPU, and a GPU gets enough work in each launch.
-CPU_ELEMENTS, GPU_ELEMENTS = 1 << 21, 1 << 25
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 20, 1 << 25
 # set by tests that want many tiles in a small problem
 FORCED: tuple[int, int] | None = None
 
