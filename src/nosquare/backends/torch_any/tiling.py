@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from ...problem import Problem
 
-# a score tile of all heads worked on at once, in elements: 4 MiB of float32. It stays in the
-# caches of a server CPU, and a GPU gets enough work in each launch.
-CPU_ELEMENTS, GPU_ELEMENTS = 1 << 20, 1 << 25
+# A score tile of all heads worked on at once, in elements. With a mask or dropout, 4 MiB of
+# float32: small tiles skip more, and the many passes of the generator stay in the caches. Else
+# large products run at a higher rate: 16 MiB took 17% less time (docs/log.md). A GPU gets enough
+# work in each launch.
+CPU_ELEMENTS, CPU_ELEMENTS_FULL, GPU_ELEMENTS = 1 << 20, 1 << 22, 1 << 25
 # set by tests that want many tiles in a small problem
 FORCED: tuple[int, int] | None = None
 
@@ -30,16 +32,18 @@ class Plan:
 
 
 def plan(problem: Problem, phase: str) -> Plan:
-    """Tiles of 512 x 512 where there are that many rows; then as many heads as fill the budget."""
+    """Tiles of 512 x 512, or 1024 x 2048 where nothing is hidden or dropped; then as many heads as
+    fill the budget."""
     p = problem
-    budget = CPU_ELEMENTS if p.device.type == "cpu" else GPU_ELEMENTS
+    on_cpu, full = p.device.type == "cpu", p.mask == "full()" and not p.p
+    budget = (CPU_ELEMENTS_FULL if full else CPU_ELEMENTS) if on_cpu else GPU_ELEMENTS
+    rows, columns = (1024, 2048) if full and on_cpu else (512, 512)
     g = max(p.G, 1)
-    tile_n = min(512, max(p.N, 1))
-    tile_m = min(max(512 // g, 16), max(p.M, 1))
-    if p.device.type == "cpu" and g * tile_m * 8 <= 512:
-        # few rows, as in decoding: longer tiles of keys, since each costs a fixed number of
-        # launches
-        tile_n = min(4096, max(p.N, 1))
+    tile_m = min(max(rows // g, 16), max(p.M, 1))
+    if on_cpu and g * tile_m * 8 <= 512:
+        # few rows, as in decoding: longer tiles of keys, as each costs a fixed number of launches
+        columns = 4096
+    tile_n = min(columns, max(p.N, 1))
     if FORCED is not None:
         tile_m, tile_n = FORCED
     together = max(budget // (g * tile_m * tile_n), 1)
