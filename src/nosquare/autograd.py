@@ -42,10 +42,8 @@ def attend_state(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor]:
         o, lse = _apply(spec, LETTERS, *x[:9], *x.arrays)
         return o, lse
     grads = wanted(x)
-    if not grads:
-        return run_forward(spec, x, "")
-    o, lse = _apply_eager(spec, grads, x, True, *x[:5])
-    return o, lse
+    o, lse = _apply_eager(spec, grads, x, True, *x[:5]) if grads else run_forward(spec, x, "")
+    return o, lse.contiguous()
 
 
 class Attention(torch.autograd.Function):

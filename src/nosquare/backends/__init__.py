@@ -31,7 +31,8 @@ class Backend(Protocol):
     RANK      the smaller is asked first
     refusals  why it cannot run the phase of this problem; empty when it can
     plan      how it would run it: a pure function of problem and device, with a readable str()
-    forward   o and lse in the layout of the contract, and what ran
+    forward   o in the layout of the contract, lse (any strides: most calls do not hand it out),
+              and what ran
     backward  gradients of q, k, v, bias, sinks (None where not wanted), and what ran
     """
 
