@@ -224,12 +224,16 @@ def test_the_newer_precision_switches(place: str) -> None:
     before = switch.fp32_precision
     c = case()
     want = ns.attention(c.q, c.k, c.v, backend="torch_any")
-    switch.fp32_precision = "tf32"
+    # torch.testing, once imported, forbids to set some switches outside of such a block
+    free = torch.backends.__allow_nonbracketed_mutation
+    with free():
+        switch.fp32_precision = "tf32"
     try:
         assert torch.equal(ns.attention(c.q, c.k, c.v, backend="torch_any"), want)
         assert switch.fp32_precision == "tf32"
     finally:
-        switch.fp32_precision = before
+        with free():
+            switch.fp32_precision = before
 
 
 FEATURES: dict[str, Any] = {
