@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,7 +139,7 @@ def _run(console: Console, suites: Sequence[Suite], quick: bool, name: str | Non
         f"torch {software['torch']}. Times are medians. Ratio: torch's time / nosquare's. "
         f"Error: nosquare's over torch's.\nGF/s: {FLOP_CONVENTION}"
     )
-    _warn_if_busy(console)
+    report.warn_if_busy(console)
     rounds = Rounds(3, 100, 0.6) if quick else Rounds(3, 200, 3.0)
     plan = [(s, [Case.parse(line) for line in (s.quick if quick else s.cases)]) for s in suites]
     right, path = True, None
@@ -201,13 +200,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _warn_if_busy(console: Console) -> None:
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > 0.5:
-        console.print(f"[yellow]The load is {load:.1f}: others use this processor, so times are "
-                      "longer and less certain.[/yellow]")  # fmt: skip
 
 
 @contextmanager

