@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import inspect
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +52,26 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
+_DEFAULTS = {"batch_invariant": False, "check_finite": False}  # all other options: None
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _spelt_out(function: _Function) -> _Function:
+    """Let help() and inspect.signature show each option where the code says **options."""
+    own = [
+        p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    words = {o: getattr(a, "__forward_arg__", a) for o, a in Options.__annotations__.items()}
+    named = [
+        inspect.Parameter(o, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(o), annotation=a)
+        for o, a in words.items()
+    ]
+    whole = inspect.signature(function).replace(parameters=[*own, *named])
+    function.__signature__ = whole  # type: ignore[attr-defined]
+    return function
+
+
+@_spelt_out
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Tensor:
     """Exact softmax attention in O(N) memory.
 
@@ -64,6 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Te
     return attend(*_call(q, k, v, None, None, options))
 
 
+@_spelt_out
 def attention_state(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> State:
     """As attention, with the normaliser: State(o, lse), differentiable through both.
 
@@ -75,6 +98,7 @@ def attention_state(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options])
     return State(*attend_state(*_call(q, k, v, None, None, options)))
 
 
+@_spelt_out
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Unpack[Options]
 ) -> Tensor:
@@ -100,6 +124,7 @@ def varlen_state(
     return State(*attend_state(*_call(q, k, v, cu_q, cu_k, options)))
 
 
+@_spelt_out
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Explanation:
     """Which backend would run this call, and why each other would not. Nothing is computed.
 
