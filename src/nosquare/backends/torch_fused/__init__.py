@@ -26,7 +26,6 @@ class Plan:
     causal  the kernel's own top-left causal mask
     keys    how many keys are handed over: those beyond are visible to nobody
     fold    the query heads of a group become rows, so k and v are read once a group
-    width   q, k and v are padded with zeros to this width; 0 when D = E
     direct  the kernel takes and gives the arrays as they are
     """
 
@@ -34,14 +33,12 @@ class Plan:
     causal: bool
     keys: int
     fold: bool = False
-    width: int = 0
     direct: bool = False
 
     def __str__(self) -> str:
         words = [f"torch's {self.engine}"]
         words += ["causal"] if self.causal else []
         words += ["query heads of a group folded into rows"] if self.fold else []
-        words += [f"D and E padded to {self.width}"] if self.width else []
         return ", ".join(words)
 
 
@@ -66,11 +63,10 @@ def plan(problem: Problem, phase: str) -> Plan:
     keys = problem.N
     if problem.mask == "causal(start)":
         causal, keys = problem.M > 1, min(problem.M, problem.N)
-    width = max(problem.D, problem.E) if problem.D != problem.E else 0
-    plain = engine == cpu.NAME and problem.bias is None and not width
+    plain = engine == cpu.NAME and problem.bias is None
     fold = plain and phase == FORWARD and problem.M == 1 and problem.G > 1
     direct = plain and not fold and keys == problem.N and len(problem.batch) == 1
-    return Plan(engine, causal, keys, fold, width, direct and problem.dense)
+    return Plan(engine, causal, keys, fold, direct and problem.dense)
 
 
 def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
@@ -106,7 +102,7 @@ def _common(p: Problem, phase: str) -> list[str]:
             ("alibi", p.alibi is not None),
             ("sinks", p.sinks is not None),
             ("dropout with a replayable mask", p.p > 0),
-            ("width of v other than that of q and k", p.E != p.D and p.device.type != "cpu"),
+            ("width of v other than that of q and k", p.E != p.D),
             ("guarantee of batch invariance", p.batch_invariant),
             ("gradient through lse", phase == BACKWARD_LSE),
             ("gradient of bias", "b" in p.grads and phase != FORWARD),
@@ -115,7 +111,7 @@ def _common(p: Problem, phase: str) -> list[str]:
     ]
     if not p.scale > 0:
         why.append("it takes the maximum of a row before the scale, so the scale must be positive")
-    if 0 in (p.B, p.Hq, p.M, p.N, p.E):
+    if 0 in (p.B, p.Hq, p.M, p.N):
         why.append("it is not asked for empty problems")
     served = ("full()", "causal(start)")
     square = p.mask == "causal(end)" and p.M in (1, p.N)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 NAME = "flash attention for CPUs"
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-# With D != E the narrower arrays are padded by a copy, which pays where there is enough work
-REPAYS_PADDING = 1024
 _RAN, _RAN_BACKWARD = Ran((KERNEL,)), Ran((f"{KERNEL}_backward",))
 # the overload itself: looking it up by its arguments costs microseconds on every call
 _backward: Any = getattr(getattr(torch.ops.aten, f"{KERNEL}_backward", None), "default", None)
@@ -39,8 +37,6 @@ def refusals(p: Problem, phase: str) -> list[str]:
         why.append(f"it rounds a bias to {str(p.dtype).removeprefix('torch.')}")
     if p.bias is not None and phase != FORWARD:
         why.append("with a bias, rows that see nothing need care that its backward does not take")
-    if p.D != p.E and min(p.M, p.N) < REPAYS_PADDING:
-        why.append(f"padding D = {p.D}, E = {p.E} to one width does not pay below 1,024 rows")
     if len(p.batch) > 1 and not _even(p):
         why.append("the batch axes are not evenly strided")
     return why
@@ -57,10 +53,6 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         )
         return o, lse, _RAN
     q, k, v = _flat(p, plan, x)
-    ran = _RAN
-    if plan.width:
-        q, k, v = _padded(plan, q, k, v)
-        ran = _RAN._replace(copies=(_copied(p),))
     bias = None if x.bias is None else lay_out_bias(x.bias, p.batch).to(p.dtype)
     if bias is not None and bias.shape[-1] > 1:
         bias = bias[..., : plan.keys]
@@ -73,11 +65,9 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         o, lse = o.reshape(p.B, p.Hq, 1, p.E), lse.reshape(p.B, p.Hq, 1)
     if bias is not None:  # the kernel says 0 for a row that sees nothing
         lse = lse.masked_fill(_dead(bias, p.M, plan.causal), float("-inf"))
-    if plan.width:
-        o = o[..., : p.E]
     if len(p.batch) != 1:
         o = o.reshape(p.o_shape)
-    return p.promised(o), lse.reshape(p.lse_shape), ran
+    return p.promised(o), lse.reshape(p.lse_shape), _RAN
 
 
 def backward(
@@ -91,29 +81,14 @@ def backward(
         wanted = [g if name in p.grads else None for name, g in zip("qkv", grads, strict=True)]
         return (*wanted, None, None), _RAN_BACKWARD
     q, k, v = _flat(p, plan, x)
-    rows = q.shape[:-1]
-    o, do, lse = saved[0].reshape(*rows, p.E), do.reshape(*rows, p.E), saved[1].reshape(rows)
-    ran = _RAN_BACKWARD
-    if plan.width:
-        q, k, v, o, do = _padded(plan, q, k, v, o, do)
-        ran = ran._replace(copies=(_copied(p),))
-    grads = _backward(do, q, k, v, o, lse, 0.0, plan.causal, scale=p.scale)
+    o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
+    grads = _backward(do.reshape(q.shape), q, k, v, o, lse, 0.0, plan.causal, scale=p.scale)
     out = []
     for name, g, given in zip("qkv", grads, (x.q, x.k, x.v), strict=True):
-        g = g[..., : given.shape[-1]]
         if g.shape[-2] != given.shape[-2]:  # keys that nobody sees
             g = torch.nn.functional.pad(g, (0, 0, 0, given.shape[-2] - g.shape[-2]))
         out.append(g.reshape(given.shape) if name in p.grads else None)
-    return (*out, None, None), ran
-
-
-def _padded(plan: Plan, *arrays: Tensor) -> list[Tensor]:
-    """The arrays with zeros up to the common width: they change no score and no gradient."""
-    return [torch.nn.functional.pad(t, (0, plan.width - t.shape[-1])) for t in arrays]
-
-
-def _copied(p: Problem) -> str:
-    return "q and k, padded to E" if p.D < p.E else "v, padded to D"
+    return (*out, None, None), _RAN_BACKWARD
 
 
 def _dead(bias: Tensor, m: int, causal: bool) -> Tensor:
