@@ -32,7 +32,6 @@ from .errors import ArgumentError
 
 Numbers = tuple[int, ...]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-Range = tuple[int, int]
 
 
 class Mask:

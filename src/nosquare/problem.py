@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Shape, Spec, check, kinds_of
+from .inputs import Inputs, Shape, Spec, check
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Problem:
     strides: tuple[Shape, Shape, Shape]
     scale: float
     mask: str = "full()"
-    kinds: frozenset[str] = frozenset({"full"})
     softcap: float | None = None
     bias: Shape | None = None
     sinks: Shape | None = None
@@ -129,7 +128,7 @@ class Problem:
     @staticmethod
     def of(x: Inputs, spec: Spec, grads: str = "") -> Problem:
         """Check a call and describe it. Raises ArgumentError naming what is at fault."""
-        batch, mask = check(x, spec)
+        batch, _ = check(x, spec)
         q, k, v = x.q, x.k, x.v
         packed = x.cu_q is not None
         (m, hq) = q.shape[:2] if packed else (q.shape[-2], q.shape[-3])
@@ -148,7 +147,6 @@ class Problem:
             strides=(tuple(q.stride()), tuple(k.stride()), tuple(v.stride())),
             scale=d**-0.5 if spec.scale is None else spec.scale,
             mask=spec.mask,
-            kinds=frozenset(kinds_of(mask)),
             softcap=spec.softcap,
             bias=None if x.bias is None else tuple(x.bias.shape),
             sinks=None if x.sinks is None else tuple(x.sinks.shape),
