@@ -32,10 +32,12 @@ from ...problem import Problem
 from ...receipt import Ran
 from ...state import finish
 from .. import Grads
+from . import side_by_side
 from .layout import Work, bytes_of, gradients, heads_first, ieee_float32, outputs, pieces
 from .tiling import Plan
 
 MINUS_INF = float("-inf")
+Group = tuple[slice, slice]  # batch entries, key heads
 LARGE_LSE = 1024.0  # float32 keeps an lse of this size to 6e-5, and p is as exact as its lse
 
 
@@ -63,12 +65,18 @@ def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ra
     copies: tuple[str, ...] = ()
     with ieee_float32(problem.device):
         for work in pieces(problem, plan, x):
-            (scratch,) = work.scratch(1)
-            workspace, copies = max(workspace, bytes_of([scratch])), work.copies or copies
-            for tile in _query_tiles(work):
-                out, log = _forward_tile(work, tile, scratch)
-                work.rows(by_head, tile.where).copy_(out)
-                work.rows(lse_rows, tile.where).copy_(log)
+
+            def one(group: Group, work: Work = work) -> int:
+                (scratch,) = work.scratch(1)
+                for tile in _query_tiles(work, group):
+                    out, log = _forward_tile(work, tile, scratch)
+                    work.rows(by_head, tile.where).copy_(out)
+                    work.rows(lse_rows, tile.where).copy_(log)
+                return bytes_of([scratch])
+
+            widest, threads = side_by_side.run(one, _groups(work), work.plan.threads)
+            workspace = max(workspace, threads * max(widest, default=0))
+            copies = work.copies or copies
     return o, lse, Ran(("torch tiles",), workspace, copies)
 
 
@@ -122,12 +130,18 @@ def backward(
     )
     with ieee_float32(problem.device):
         for work in pieces(problem, plan, x):
-            scratch = work.scratch(2)
-            widest, copies = max(widest, bytes_of(scratch)), work.copies
             sums = grads.of(work)
-            for tile in _query_tiles(work):
-                rows = _renormalised(work, tile, scratch[0], _row_facts(work, tile, *facts))
-                _backward_tile(work, tile, scratch, rows, sums)
+
+            def one(group: Group, work: Work = work, sums: list[Tensor | None] = sums) -> int:
+                scratch = work.scratch(2)
+                for tile in _query_tiles(work, group):
+                    rows = _renormalised(work, tile, scratch[0], _row_facts(work, tile, *facts))
+                    _backward_tile(work, tile, scratch, rows, sums)
+                return bytes_of(scratch)
+
+            found, threads = side_by_side.run(one, _groups(work), work.plan.threads)
+            widest = max(widest, threads * max(found, default=0))
+            copies = work.copies or copies
     return grads.finish(), Ran(("torch tiles backward",), workspace + widest, copies)
 
 
@@ -235,21 +249,28 @@ def _backward_tile(
         part.sub_(score.sum_to(weight * rows.delta.view(b, h * g, m, 1), part.shape))
 
 
-def _query_tiles(work: Work) -> Iterator[Tile]:
-    """Every tile of queries of a piece of work, with its scaled q and its dropout keys."""
+def _groups(work: Work) -> list[Group]:
+    """The batch entries and key heads that are worked on at a time."""
     p, plan = work.problem, work.plan
-    for b0 in range(0, p.B, plan.entries):
-        b = slice(b0, min(b0 + plan.entries, p.B))
-        for h0 in range(0, p.Hk, plan.heads):
-            key_heads = slice(h0, min(h0 + plan.heads, p.Hk))
-            h = slice(key_heads.start * p.G, key_heads.stop * p.G)
-            for i0 in range(0, p.M, plan.tile_m):
-                i = slice(i0, min(i0 + plan.tile_m, p.M))
-                where = Rectangle(b, h, i, slice(0, p.N))
-                shape = (b.stop - b0, key_heads.stop - h0, p.G, i.stop - i0)
-                q = work.rows(work.q, where).to(work.dtype) * p.scale
-                q = q.reshape(shape[0] * shape[1], shape[2] * shape[3], p.D)
-                yield Tile(where, key_heads, q, shape, _drop_keys(work, where))
+    return [
+        (slice(b, min(b + plan.entries, p.B)), slice(h, min(h + plan.heads, p.Hk)))
+        for b in range(0, p.B, plan.entries)
+        for h in range(0, p.Hk, plan.heads)
+    ]
+
+
+def _query_tiles(work: Work, group: Group) -> Iterator[Tile]:
+    """Every tile of queries of a group of heads, with its scaled q and its dropout keys."""
+    p, plan = work.problem, work.plan
+    b, key_heads = group
+    h = slice(key_heads.start * p.G, key_heads.stop * p.G)
+    for i0 in range(0, p.M, plan.tile_m):
+        i = slice(i0, min(i0 + plan.tile_m, p.M))
+        where = Rectangle(b, h, i, slice(0, p.N))
+        shape = (b.stop - b.start, key_heads.stop - key_heads.start, p.G, i.stop - i0)
+        q = work.rows(work.q, where).to(work.dtype) * p.scale
+        q = q.reshape(shape[0] * shape[1], shape[2] * shape[3], p.D)
+        yield Tile(where, key_heads, q, shape, _drop_keys(work, where))
 
 
 def _key_tiles(work: Work, tile: Tile) -> Iterator[tuple[slice, Tensor | bool]]:
