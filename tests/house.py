@@ -29,20 +29,31 @@ RANKS = [
     ["bound", "spelling"],
     ["inputs"],
     ["problem"],
-    ["oracle", "cost", "certify", "receipt", "finite", "weights"],
+    ["pairs"],
+    ["traffic"],
+    ["cost"],
+    ["oracle", "certify", "receipt", "finite", "weights"],
     ["backends"],
     ["backends/*"],
-    ["ops", "explain"],
+    ["ops", "explain", "estimate", "measure", "observe"],
     ["autograd"],
     ["api"],
     ["adapters"],
     ["."],
-    ["bench", "doctor"],
+    ["records"],
+    ["bench"],
+    ["doctor", "plan", "fit", "verify"],
+    ["report"],
     ["demo"],
     ["cli"],
     ["__main__"],
 ]
-ALONGSIDE = {("score", "mask"), ("certify", "oracle"), ("certify", "cost")}
+ALONGSIDE = {
+    ("score", "mask"),
+    ("certify", "oracle"),
+    ("observe", "measure"),
+    ("ops", "measure"),
+}
 COMPILERS = {"triton", "gluon", "llvmlite"}
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, PARAMETERS, CLONE_LINES = 400, 80, 160, 8, 10

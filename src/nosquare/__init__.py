@@ -1,10 +1,11 @@
 """nosquare: exact softmax attention without the square."""
 
 from .adapters.sdpa import sdpa
-from .api import attention, attention_state, attention_varlen, explain
+from .api import attention, attention_state, attention_varlen, explain, problem
 from .bound import visible
 from .dropout import Dropout, dropout_keep
 from .errors import ArgumentError, NosquareError, UnsupportedError
+from .estimate import cost
 from .mask import (
     BlockSparse,
     Causal,
@@ -42,10 +43,12 @@ __all__ = [
     "attention",
     "attention_state",
     "attention_varlen",
+    "cost",
     "dropout_keep",
     "explain",
     "merge",
     "parse",
+    "problem",
     "receipts",
     "sdpa",
     "visible",

@@ -139,6 +139,20 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Expl
     return explain_problem(Problem.of(x, spec, wanted(x)), spec.backend)
 
 
+@_spelt_out
+def problem(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Problem:
+    """The problem that this call would pose, checked, for ns.cost. Nothing is computed.
+
+    Arguments as attention; all of them may be on the meta device, so that a problem of any size
+    takes no memory. Its phase is training where an input requires a gradient.
+    returns  a Problem: sizes, dtype, device, mask and features; it holds no data
+
+    Raises ArgumentError for an ill-formed call.
+    """
+    spec, x = _call(q, k, v, None, None, options)
+    return Problem.of(x, spec, wanted(x))
+
+
 _KNOWN = frozenset(Options.__annotations__)
 _BARE = {flag: Spec(deterministic=flag) for flag in (False, True)}  # a call without options
 

@@ -34,6 +34,11 @@ class Backend(Protocol):
     forward   o in the layout of the contract, lse (any strides: most calls do not hand it out),
               and what ran
     backward  gradients of q, k, v, bias, sinks (None where not wanted), and what ran
+
+    It may say two things more before it runs, each of (problem, plan, phase):
+
+    workspace_bytes  that its receipt will name; None where that depends on the data
+    tiling           its schedule, a traffic.Tiling
     """
 
     RANK: int

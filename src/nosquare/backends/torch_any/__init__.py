@@ -14,11 +14,22 @@ from ...errors import UnsupportedError
 from ...inputs import Inputs
 from ...problem import Problem
 from .higher import ROWS, WHOLE, Blocks, block_rows
+from .said import tiling, workspace_bytes
 from .tiles import backward, forward
 from .tiling import plan
 
 RANK = 900
-__all__ = ["RANK", "backward", "forward", "plan", "program", "refusals", "refuse_packed"]
+__all__ = [
+    "RANK",
+    "backward",
+    "forward",
+    "plan",
+    "program",
+    "refusals",
+    "refuse_packed",
+    "tiling",
+    "workspace_bytes",
+]
 
 
 def refusals(problem: Problem, phase: str) -> list[str]:

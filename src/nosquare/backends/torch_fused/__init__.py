@@ -27,6 +27,7 @@ class Plan:
     keys    how many keys are handed over: those beyond are visible to nobody
     fold    the query heads of a group become rows, so k and v are read once a group
     direct  the kernel takes and gives the arrays as they are
+    ran     what the receipt will say, on a CPU
     """
 
     engine: str
@@ -34,6 +35,7 @@ class Plan:
     keys: int
     fold: bool = False
     direct: bool = False
+    ran: Ran = Ran(())  # noqa: RUF009  (a tuple: nobody can change it)
 
     def __str__(self) -> str:
         words = [f"torch's {self.engine}"]
@@ -66,7 +68,13 @@ def plan(problem: Problem, phase: str) -> Plan:
     plain = engine == cpu.NAME and problem.bias is None
     fold = plain and phase == FORWARD and problem.M == 1 and problem.G > 1
     direct = plain and not fold and keys == problem.N and len(problem.batch) == 1
-    return Plan(engine, causal, keys, fold, direct and problem.dense)
+    ran = cpu.ran(problem, phase, fold, keys) if engine == cpu.NAME else Ran(())
+    return Plan(engine, causal, keys, fold, direct and problem.dense, ran)
+
+
+def workspace_bytes(problem: Problem, plan: Plan, phase: str) -> int | None:
+    """Bytes that the receipt of this phase will name; None on a card: its kernels do not tell."""
+    return plan.ran.workspace_bytes if plan.engine == cpu.NAME else None
 
 
 def forward(problem: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:

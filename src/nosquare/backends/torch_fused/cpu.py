@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 NAME = "flash attention for CPUs"
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-_RAN, _RAN_BACKWARD = Ran((KERNEL,)), Ran((f"{KERNEL}_backward",))
 # the overload itself: looking it up by its arguments costs microseconds on every call
 _backward: Any = getattr(getattr(torch.ops.aten, f"{KERNEL}_backward", None), "default", None)
 
@@ -45,13 +44,30 @@ def refusals(p: Problem, phase: str) -> list[str]:
 ENGINES: dict[str, Callable[[Problem, str], list[str]]] = {NAME: refusals}
 
 
+def ran(p: Problem, phase: str, fold: bool, keys: int) -> Ran:
+    """What the kernel is called, and the memory that it takes inside: as torch's source lays its
+    buffers out for the threads that it has now (seen with torch's profiler, tests/test_cost.py)."""
+    rows, threads, wide = p.G if fold else p.M, torch.get_num_threads(), p.lse_dtype.itemsize
+    tile_m = min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows)
+    tile_n = min(512, keys)
+    if phase != FORWARD:
+        # do, which comes laid out as o does, is copied where tokens do not lie outside heads
+        do = 0 if p.token_major or 1 in (p.M, p.Hq) else p.B * p.Hq * p.M * p.E
+        buffers = do + 2 * threads * tile_m * tile_n + tile_m
+        return Ran((f"{KERNEL}_backward",), wide * buffers)
+    tile = wide * (tile_m * tile_n + 2 * tile_m + tile_m * p.E)
+    if p.dtype.itemsize < wide:  # weights in the 16-bit type
+        tile += p.dtype.itemsize * tile_m * tile_n
+    return Ran((KERNEL,), threads * tile)
+
+
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o in the promised memory order, lse as the kernel lays it out."""
     if plan.direct:
         o, lse = torch._scaled_dot_product_flash_attention_for_cpu(
             x.q, x.k, x.v, 0.0, plan.causal, scale=p.scale
         )
-        return o, lse, _RAN
+        return o, lse, plan.ran
     q, k, v = _flat(p, plan, x)
     bias = None if x.bias is None else lay_out_bias(x.bias, p.batch).to(p.dtype)
     if bias is not None and bias.shape[-1] > 1:
@@ -67,7 +83,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         lse = lse.masked_fill(_dead(bias, p.M, plan.causal), float("-inf"))
     if len(p.batch) != 1:
         o = o.reshape(p.o_shape)
-    return p.promised(o), lse.reshape(p.lse_shape), _RAN
+    return p.promised(o), lse.reshape(p.lse_shape), plan.ran
 
 
 def backward(
@@ -79,7 +95,7 @@ def backward(
     if plan.direct:
         grads = _backward(do, x.q, x.k, x.v, *saved, 0.0, plan.causal, scale=p.scale)
         wanted = [g if name in p.grads else None for name, g in zip("qkv", grads, strict=True)]
-        return (*wanted, None, None), _RAN_BACKWARD
+        return (*wanted, None, None), plan.ran
     q, k, v = _flat(p, plan, x)
     o, lse = saved[0].reshape(q.shape), saved[1].reshape(q.shape[:-1])
     grads = _backward(do.reshape(q.shape), q, k, v, o, lse, 0.0, plan.causal, scale=p.scale)
@@ -88,7 +104,7 @@ def backward(
         if g.shape[-2] != given.shape[-2]:  # keys that nobody sees
             g = torch.nn.functional.pad(g, (0, 0, 0, given.shape[-2] - g.shape[-2]))
         out.append(g.reshape(given.shape) if name in p.grads else None)
-    return (*out, None, None), _RAN_BACKWARD
+    return (*out, None, None), plan.ran
 
 
 def _dead(bias: Tensor, m: int, causal: bool) -> Tensor:

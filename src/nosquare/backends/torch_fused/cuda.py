@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import Plan
 
 CUDNN, FLASH, EFFICIENT = "cuDNN attention", "flash attention", "memory-efficient attention"
+MOST_BLOCKS, MOST_STRIDE = 2**16 - 1, 2**31 - 1  # of a CUDA grid's second and third axis; of an int
 _aten: Any = torch.ops.aten
 
 
@@ -45,7 +46,18 @@ def _shared(p: Problem, phase: str) -> list[str]:
     return why
 
 
+def _grid(p: Problem) -> list[str]:
+    if max(p.B, p.Hq) <= MOST_BLOCKS:
+        return []
+    # seen on an H200 with torch 2.11: "invalid argument"
+    return [f"more than {MOST_BLOCKS:,} batch entries or heads"]
+
+
 def _flash(p: Problem, phase: str) -> list[str]:
+    return _half(p, phase) + _grid(p)
+
+
+def _half(p: Problem, phase: str) -> list[str]:
     why = _shared(p, phase)
     if p.dtype not in (torch.bfloat16, torch.float16):
         why.append("bfloat16 and float16 only")
@@ -55,7 +67,7 @@ def _flash(p: Problem, phase: str) -> list[str]:
 
 
 def _cudnn(p: Problem, phase: str) -> list[str]:
-    why = _flash(p, phase)
+    why = _half(p, phase)
     if p.D > 128:
         why.append("D is at most 128")
     if phase != FORWARD and (p.M % 128 or p.N % 128):
@@ -70,12 +82,14 @@ def _cudnn(p: Problem, phase: str) -> list[str]:
 
 
 def _efficient(p: Problem, phase: str) -> list[str]:
-    why = _shared(p, phase)
+    why = _shared(p, phase) + _grid(p)
     if p.dtype != torch.float32:
         # its 16-bit backward has read o with the wrong strides; flash attention serves those
         why.append("float32 only")
     if p.G > 1:
         why.append("it has no grouped heads")
+    if any(s > MOST_STRIDE for strides in p.strides for s in strides):
+        why.append("its strides are 32-bit integers")
     return why
 
 
@@ -103,7 +117,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         )
         lse = lse[..., : p.M]  # it comes padded to whole tiles
     o = p.promised(o.reshape(p.o_shape))
-    return o, lse.reshape(p.lse_shape).contiguous(), Ran((plan.engine,), 0, ())
+    return o, lse.reshape(p.lse_shape).contiguous(), Ran((plan.engine,), None)
 
 
 def backward(
@@ -142,7 +156,7 @@ def backward(
         g.reshape(t.shape) if name in p.grads else None
         for name, g, t in zip("qkv", grads, given, strict=False)
     ]
-    return (*out, None, None), Ran((f"{plan.engine} backward",), 0, ())
+    return (*out, None, None), Ran((f"{plan.engine} backward",), None)
 
 
 def _flat(p: Problem, x: Inputs) -> list[Tensor]:
