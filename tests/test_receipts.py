@@ -46,9 +46,9 @@ def test_a_receipt_of_forward_and_backward() -> None:
     for words in (
         "forward",
         "backward",
-        "plan tiles",
+        "plan       tiles",
         "workspace",
-        "not torch_fused: it has no softcap",
+        "refused    torch_fused: it has no softcap",
     ):
         assert words in text
 
@@ -61,7 +61,7 @@ def test_copies_are_told() -> None:
         )
         ns.attention(c.q, c.k, c.v, softcap=1.0)
     assert [w.split(",")[0] for w in log[0].copies] == ["q", "v"]
-    assert "copied q, whose batch axes are not evenly strided" in str(log)
+    assert "copied     q, whose batch axes are not evenly strided" in str(log)
     assert log[1].copies == ()
 
 

@@ -16,9 +16,11 @@ from .axes import lay_out_bias, per_head, restore
 from .backends import torch_any
 from .errors import UnsupportedError
 from .inputs import Inputs, Spec
+from .measure import confirmed, watched
+from .observe import WATCHER
 from .ops import LETTERS, run_backward, run_forward, wanted
 from .problem import Problem
-from .receipt import LOGS, Receipt, note
+from .receipt import LOGS, WATCHERS, Receipt, note, versions
 from .spelling import parse
 
 
@@ -74,7 +76,8 @@ class Attention(torch.autograd.Function):
         problem = _higher(x, ctx.spec, "forward derivative")
         arrays = _flat(problem, x)
         moved = _like(arrays, _flat(problem, _five(tangents[2:7]), x))
-        o, lse = torch_any.program(problem, x).jvp()(*arrays, *moved)
+        program = torch_any.program(problem, x).jvp()
+        o, lse = _noted("forward derivative", problem, program, *arrays, *moved)
         o = _laid_out(o.reshape(problem.o_shape), ctx.layouts[0])
         return o, _laid_out(lse.reshape(problem.lse_shape), ctx.layouts[1])
 
@@ -139,7 +142,7 @@ class AttentionBackward(torch.autograd.Function):
         pulled = _like(arrays, _flat(problem, _five([given.get(c) for c in LETTERS]), x))
         outer = _cotangents(problem, do, dlse)
         twice = torch_any.program(problem, x).vjp().vjp()
-        found = list(twice(*arrays, *outer, *pulled))
+        found = list(_noted("second derivative", problem, twice, *arrays, *outer, *pulled))
         names = [c for c, t in zip(LETTERS, x[:5], strict=True) if t is not None]
         back = {
             c: restore(g if c != "s" else g[..., 0, 0], t.shape, problem.batch)
@@ -164,7 +167,8 @@ class AttentionBackward(torch.autograd.Function):
             *_like(arrays, _flat(problem, _five(tangents[6:11]), x)),
             *_cotangents(problem, *tangents[4:6]),
         ]
-        out = torch_any.program(problem, x).vjp().jvp()(*arrays, *moved)
+        program = torch_any.program(problem, x).vjp().jvp()
+        out = _noted("mixed derivative", problem, program, *arrays, *moved)
         present = [(c, t) for c, t in zip(LETTERS, x[:5], strict=True) if t is not None]
         moved = [
             restore(g if c != "s" else g[..., 0, 0], t.shape, problem.batch)
@@ -191,6 +195,7 @@ class AttentionBackward(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
+WATCHERS.append(WATCHER)  # a log also hears of attention that is not called through this file
 _apply: Callable[..., Any] = Attention.apply
 _apply_backward: Callable[..., Any] = AttentionBackward.apply
 # the base class's apply: Function.apply only adds, on every call, what transforms need
@@ -240,7 +245,7 @@ def _five(given: Any) -> Inputs:
 
 
 def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
-    """The problem of a higher derivative, noted where a log is open. torch_any alone has them."""
+    """The problem of a higher derivative. torch_any alone has them."""
     problem = Problem.of(x, spec)
     torch_any.refuse_packed(problem)
     if spec.backend not in (None, "torch_any"):
@@ -249,10 +254,20 @@ def _higher(x: Inputs, spec: Spec, what: str) -> Problem:
             {"problem": problem.describe(), spec.backend: "first derivatives in reverse mode only"},
             'backend="torch_any", or backend=None.',
         )
-    if LOGS:
-        plan = f"blocks of {torch_any.higher.block_rows(problem.B * problem.Hq, problem.N)} rows"
-        note(Receipt(what, problem, "torch_any", plan, ("torch rows",), 0))
     return problem
+
+
+def _noted(what: str, problem: Problem, program: Callable[..., Any], *arrays: Tensor) -> Any:
+    """A higher derivative, with a receipt in every open log."""
+    if not LOGS:
+        return program(*arrays)
+    out, sight = watched(lambda: program(*arrays), problem.device)
+    kernels = ("torch rows",)
+    plan = f"blocks of {torch_any.higher.block_rows(problem.B * problem.Hq, problem.N)} rows"
+    version = versions(kernels)
+    receipt = Receipt(what, problem, "torch_any", plan, kernels, 0, version=version)
+    note(receipt if sight is None else confirmed(receipt, sight))
+    return out
 
 
 def _flat(p: Problem, x: Inputs, like: Inputs | None = None) -> list[Any]:

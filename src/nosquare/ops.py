@@ -6,6 +6,7 @@ derivative; eager calls enter through autograd.py, and both end in run_forward a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from .backends import BACKWARD, BACKWARD_LSE, FORWARD, Choice, Grads, choose
 from .inputs import Inputs, Spec
-from .problem import Problem
-from .receipt import LOGS, Ran, Receipt, note
+from .measure import confirmed, watched
+from .problem import Problem, offset
+from .receipt import LOGS, Receipt, note, versions
 
 LETTERS = "qkvbs"  # q, k, v, bias, sinks: the inputs that have gradients
 _DECISIONS: dict[Any, tuple[Problem, Choice]] = {}
@@ -24,9 +26,13 @@ _KEPT_DECISIONS = 4096
 def run_forward(spec: Spec, x: Inputs, grads: str) -> tuple[Tensor, Tensor]:
     """Decide (one look-up when warm), launch, note. Raises ArgumentError and UnsupportedError."""
     problem, choice = decide(spec, x, FORWARD, grads)
-    o, lse, ran = choice.backend.forward(problem, choice.plan, x)
     if LOGS:
-        note(_receipt(FORWARD, problem, choice, ran))
+        o, lse, _ = _noted(
+            *(FORWARD, problem, choice, x),
+            lambda: choice.backend.forward(problem, choice.plan, x),
+        )
+    else:
+        o, lse, _ = choice.backend.forward(problem, choice.plan, x)
     return o, lse
 
 
@@ -43,9 +49,15 @@ def run_backward(
     """
     phase = BACKWARD if cotangents[1] is None else BACKWARD_LSE
     problem, choice = decide(spec, x, phase, grads)
-    out, ran = choice.backend.backward(problem, choice.plan, x, saved, cotangents)
+    out: Grads
+    backward = choice.backend.backward
     if LOGS:
-        note(_receipt("backward", problem, choice, ran))
+        out, _ = _noted(
+            *(BACKWARD, problem, choice, x),
+            lambda: backward(problem, choice.plan, x, saved, cotangents),
+        )
+    else:
+        out, _ = backward(problem, choice.plan, x, saved, cotangents)
     return out
 
 
@@ -55,7 +67,7 @@ def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choi
     key: tuple[Any, ...] = (spec, phase, grads, q.shape, k.shape, v.shape, q.stride(), k.stride())
     key += (v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if q.is_cuda:  # vector loads need 16 bytes; a CPU does not care
-        key += tuple(t.data_ptr() % 16 for t in (q, k, v))
+        key += (offset(q), offset(k), offset(v))
     for i, t in enumerate(x[3:9]):
         if t is not None:
             key += (i, t.shape, t.stride(), t.dtype, t.device)
@@ -88,8 +100,11 @@ def wanted(x: Inputs) -> str:
     return letters
 
 
-def _receipt(op: str, problem: Problem, choice: Choice, ran: Ran) -> Receipt:
-    return Receipt(
+def _noted(op: str, problem: Problem, choice: Choice, x: Inputs, launch: Callable[[], Any]) -> Any:
+    """What `launch` gives, with a receipt in every open log. It gives what ran last of all."""
+    out, sight = watched(launch, problem.device)
+    ran = out[-1]
+    receipt = Receipt(
         op,
         problem,
         choice.name,
@@ -98,7 +113,10 @@ def _receipt(op: str, problem: Problem, choice: Choice, ran: Ran) -> Receipt:
         ran.workspace_bytes,
         ran.copies,
         choice.refusals,
+        versions(ran.kernels),
     )
+    note(receipt if sight is None else confirmed(receipt, sight, x.arrays))
+    return out
 
 
 # ---- what tracers see ---------------------------------------------------------------------------
