@@ -7,17 +7,22 @@ import json
 import math
 import platform
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import house
 import nosquare as ns
+from nosquare import records
 from nosquare.bench import contestants, cpu, memory, record, report
 from nosquare.bench.cases import Case, Data, visible_pairs
 from nosquare.bench.check import check, truths
-from nosquare.bench.contestants import NOSQUARE, TORCH, Contestant, answer
+from nosquare.bench.clocks import HostClock, Sample
+from nosquare.bench.contestants import NOSQUARE, Contestant, Prepared, answer
+from nosquare.bench.peers import TORCH
 from nosquare.bench.report import Aim
 from nosquare.bench.timing import Entry, Result, Rounds, interleave, measure
 from nosquare.mask import KINDS
@@ -181,22 +186,40 @@ def test_torch_with_another_dropout_rate_is_caught() -> None:
         return TORCH.attend(replace(given, case=replace(given.case, dropout=0.2)))
 
     wrong = Contestant("torch", attend, own_dropout=True)
-    out, _ = answer(wrong, data)
+    out = answer(wrong, data).out
     assert not any(c.ok for c in check(wrong, data, out, truths(data)) if c.what != "dv")
     assert all(c.ok for c in check(TORCH, data, out, truths(data)))
 
 
 def test_order_turns_and_samples_are_kept() -> None:
-    order: list[str] = []
+    """Everybody once a round, each round begun by the next; every sample in its order."""
+
+    class Counting(HostClock):
+        order: ClassVar[list[str]] = []
+
+        def warm_up(self, call: Any) -> tuple[int, int]:
+            return 2, 3
+
+        def sample(self, call: Any, calls: int) -> Sample:
+            assert calls == 3
+            self.order.append(call())
+            return Sample(float(len(self.order)), 0.0)
+
     entries = [Entry(name) for name in "abc"]
-    calls = [
-        (e, lambda n=e.contestant: (order.append(n), torch.ones(3_000_000).sum())) for e in entries
-    ]
-    interleave(calls, Rounds(least=3, most=3, seconds=0.0))
-    assert all(len(e.samples_us) == 3 for e in entries)
-    firsts = "".join(dict.fromkeys(order))
-    assert firsts == "abc"
-    assert {e.calls for e in entries} >= {1} or all(e.calls > 1 for e in entries)
+    ready = [(e, Prepared(partial(str, e.contestant), ("o",))) for e in entries]
+    interleave(ready, Rounds(least=4, most=4, seconds=0.0), clock=Counting())
+    assert "".join(Counting.order) == "abcbcacababc"
+    assert [e.samples_us for e in entries] == [[1, 6, 8, 10], [2, 4, 9, 11], [3, 5, 7, 12]]
+    assert {(e.warm_up, e.calls, e.host_us) for e in entries} == {(2, 3, None)}
+
+
+def test_a_real_clock_gives_samples() -> None:
+    entry = Entry("a")
+    prepared = Prepared(partial(torch.ones, 3), ("o",))
+    interleave([(entry, prepared)], Rounds(least=3, most=3, seconds=0.0))
+    assert len(entry.samples_us) == 3
+    assert min(entry.samples_us) > 0
+    assert entry.calls > 1  # a short call is repeated
 
 
 # ---- the record and the report ----
@@ -206,9 +229,9 @@ def test_record_is_valid_and_tells_no_place(tmp_path: Path) -> None:
     case = Case.parse(f"forward {SMALL} causal(start)")
     contenders = [TORCH, NOSQUARE, Contestant("shifted", shifted)]
     result = measure(case, contenders, FEW, suite="a")
-    line = record.of(result, record.surroundings())
-    assert record.faults(line) == []
-    path = record.append(tmp_path, "try", [line, line])
+    line = record.of(result, records.surroundings())
+    assert records.faults(line, record.SCHEMA) == []
+    path = records.append(tmp_path, "try", [line, line], record.SCHEMA)
     text = path.read_text()
     assert [json.loads(x) for x in text.splitlines()] == [line, line]
     assert Case.parse(line["case"]) == case
@@ -223,7 +246,7 @@ def test_record_is_valid_and_tells_no_place(tmp_path: Path) -> None:
 
 def test_record_faults_are_found(tmp_path: Path) -> None:
     case = Case.parse(f"forward {SMALL} full()")
-    good = record.of(measure(case, [NOSQUARE], FEW), record.surroundings())
+    good = record.of(measure(case, [NOSQUARE], FEW), records.surroundings())
     for bad, word in (
         ({k: v for k, v in good.items() if k != "utc"}, "record.utc is missing"),
         (good | {"host": "x"}, "record.host is unknown"),
@@ -235,9 +258,9 @@ def test_record_faults_are_found(tmp_path: Path) -> None:
             "contestants[0].ran is int",
         ),
     ):
-        assert any(word in fault for fault in record.faults(bad)), word
+        assert any(word in fault for fault in records.faults(bad, record.SCHEMA)), word
         with pytest.raises(ns.ArgumentError, match="does not keep the schema"):
-            record.append(tmp_path, "bad", [bad])
+            records.append(tmp_path, "bad", [bad], record.SCHEMA)
     assert not list(tmp_path.iterdir())
 
 

@@ -38,6 +38,9 @@ _SIZE = re.compile(r"(B|Hq|Hk|M|N|D|E)(\d+)")
 _ARRAYS = re.compile(r"(lengths|documents|dense|blocksparse)\([^()]*?(?:block=(\d+))?\)")
 _TILE = 1024  # side of the squares in which pairs are counted
 _DOCUMENTS = 4  # how many a made mask has
+# Numbers of a case with more than this many are drawn on the device it runs on: a CPU draws 2^24
+# in about 0.2 s, and a long prefill has 2^28.
+DRAWN_ON_CPU = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -112,37 +115,47 @@ class Case:
         )
 
     @property
+    def numel(self) -> int:
+        """Elements of q, k, v and do together."""
+        rows = self.B * self.Hq * self.M * (self.D + self.E)
+        return rows + self.B * self.Hk * self.N * (self.D + self.E)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of k and v together: what a decoding step must read."""
         return self.B * self.Hk * self.N * (self.D + self.E) * self.dtype.itemsize
 
 
 def _read(words: list[str]) -> Case:
-    phase, dtype, rest = words[0], DTYPES[words[1]], words[2:]
+    phase, name, *rest = [*words[:2], "", ""][:2] + words[2:]
     if phase not in PHASES:
         raise ValueError(f"{phase!r} is not a phase")
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is not a dtype")
     sizes: dict[str, int] = {}
     while rest and (found := _SIZE.fullmatch(rest[0])):
         sizes[found[1]] = int(found[2])
         rest = rest[1:]
     if missing := [name for name in _SIZES[:-1] if not sizes.get(name)]:
         raise ValueError(f"no {missing[0]}, or it is 0")
+    if not rest:
+        raise ValueError("it names no mask")
     if sizes["Hq"] % sizes["Hk"] or (phase == "decode" and sizes["M"] != 1):
         raise ValueError("Hq is a multiple of Hk, and decoding has M1")
     more: dict[str, Any] = {"E": sizes["D"], "mask": rest[0], **sizes}
     for word in rest[1:]:
-        name, _, value = word.partition("=")
-        if name in ("alibi", "sinks", "grad") and not value:
-            more[name] = True
-        elif name in ("dropout", "softcap"):
-            more[name] = float(value)
-        elif name == "bias" and re.fullmatch("(Hq|1),(M|1),(N|1)", value):
-            more[name] = value
+        feature, _, value = word.partition("=")
+        if feature in ("alibi", "sinks", "grad") and not value:
+            more[feature] = True
+        elif feature in ("dropout", "softcap"):
+            more[feature] = float(value)
+        elif feature == "bias" and re.fullmatch("(Hq|1),(M|1),(N|1)", value):
+            more[feature] = value
         else:
             raise ValueError(f"{word!r} is not a feature")
     if more.get("grad") and phase != "forward":
         raise ValueError("grad belongs to the phase forward")
-    return Case(phase, dtype, **more)
+    return Case(phase, DTYPES[name], **more)
 
 
 @dataclass(frozen=True)
@@ -168,31 +181,46 @@ class Data:
     first: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def of(case: Case, seed: int = 0) -> Data:
-        """Standard normal numbers from the seed.
+    def of(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Data:
+        """Standard normal numbers from the seed, drawn in float32 and rounded once.
+
+        They are drawn on the CPU, and so the same on every device, up to DRAWN_ON_CPU of them;
+        beyond, on the device itself.
 
         Lengths are between N/4 and N; documents are four of equal length; dense pairs are visible
         with probability 1/2, tiles of a block-sparse layout too (its diagonal always). ALiBi slopes
         are 2^-1, 2^-2, ...; biases and sinks are normal.
         """
-        random = torch.Generator().manual_seed(seed)
-        c = case
+        c, device = case, torch.device(device)
+        random = torch.Generator(device if c.numel > DRAWN_ON_CPU else "cpu").manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
-            return torch.randn(shape, generator=random).to(dtype)
+            drawn = torch.randn(shape, generator=random, device=random.device)
+            return drawn.to(dtype).to(device)
 
-        mask = parse(c.mask, mask_arrays(c, random))
+        mask = parse(c.mask, [t.to(device) for t in mask_arrays(c, random)])
         sizes = {"Hq": c.Hq, "M": c.M, "N": c.N, "1": 1}
         bias = normal(*(sizes[a] for a in c.bias.split(","))) if c.bias else None
         q, k = normal(c.B, c.Hq, c.M, c.D), normal(c.B, c.Hk, c.N, c.D)
         v, do = normal(c.B, c.Hk, c.N, c.E), normal(c.B, c.Hq, c.M, c.E)
-        alibi = 0.5 ** torch.arange(1.0, c.Hq + 1) if c.alibi else None
+        alibi = 0.5 ** torch.arange(1.0, c.Hq + 1, device=device) if c.alibi else None
         sinks = normal(c.Hq, dtype=torch.float32) if c.sinks else None
         data = Data(c, mask, q, k, v, do, bias, alibi, sinks, seed)
         if c.wants_grads or c.grad:
             for t in data.leaves.values():
                 t.requires_grad_()
         return data
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.q.device
+
+    @property
+    def drawn(self) -> str:
+        """Where the numbers were drawn, in words: see `of`."""
+        small = self.case.numel <= DRAWN_ON_CPU
+        return f"drawn on the {'CPU' if small or self.device.type == 'cpu' else 'device'}"
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -232,29 +260,32 @@ def _arrays(spelling: str) -> list[tuple[str, int]]:
 
 
 def mask_arrays(case: Case, random: torch.Generator) -> list[Tensor]:
-    """Arrays for the mask's t0, t1, ...: lengths (B,), ids (B, M), (B, N), dense (M, N), layout."""
-    c, made = case, []
+    """Arrays for the mask's t0, t1, ...: lengths (B,), ids (B, M), (B, N), dense (M, N), layout.
+
+    They lie where the generator does.
+    """
+    c, made, device = case, [], random.device
     for kind, block in _arrays(c.mask):
         if kind == "lengths":
             low = max(c.N // 4, 1)
-            made.append(torch.randint(low, c.N + 1, (c.B,), generator=random))
+            made.append(torch.randint(low, c.N + 1, (c.B,), generator=random, device=device))
         elif kind in ("q_ids", "k_ids"):
             length = c.M if kind == "q_ids" else c.N
-            ids = torch.arange(length) * _DOCUMENTS // length
+            ids = torch.arange(length, device=device) * _DOCUMENTS // length
             made.append(ids.expand(c.B, length).contiguous())
         elif kind == "dense":
-            made.append(torch.rand(c.M, c.N, generator=random) < 0.5)
+            made.append(torch.rand(c.M, c.N, generator=random, device=device) < 0.5)
         else:
             rows, columns = -(-c.M // block), -(-c.N // block)
-            layout = torch.rand(rows, columns, generator=random) < 0.5
-            made.append(layout | torch.eye(rows, columns, dtype=torch.bool))
+            layout = torch.rand(rows, columns, generator=random, device=device) < 0.5
+            made.append(layout | torch.eye(rows, columns, dtype=torch.bool, device=device))
     return made
 
 
 def visible_pairs(data: Data) -> int:
     """How many (batch, head, query, key) are visible: counted from the mask, square by square."""
     c = data.case
-    bound = Bound(data.mask, (c.B,), c.Hq, c.M, c.N)
+    bound = Bound(data.mask, (c.B,), c.Hq, c.M, c.N, data.device)
     total = 0
     for i in range(0, c.M, _TILE):
         rows = slice(i, min(i + _TILE, c.M))

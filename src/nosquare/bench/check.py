@@ -2,8 +2,10 @@
 
 The truth is nosquare.oracle in float64 on the very numbers that the contestant gets: for some batch
 entries and key heads (each with its whole group of query heads), on sampled rows when only o is
-wanted, on all rows, summed block by block, when gradients are. torch draws its dropout mask from
-its own generator: it is checked at a small size, in the same formula, with that mask drawn again.
+wanted, on all rows, summed block by block, when gradients are; on the device that the case runs on.
+Who draws its dropout mask from torch's generator is checked at a small size, in the same formula,
+with that very mask: it is asked again from the same state of the generator, for values that are
+rows of the identity, and where its answer is not 0 the pair was kept.
 
 The bound says what rounding may do, relative to what it does to the plain formula:
 
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from .. import oracle
 from ..axes import lay_out_bias, per_head
-from ..bound import Rectangle, cut, visible
+from ..bound import Bound, Rectangle, cut
 from ..inputs import Inputs, Spec
 from ..problem import Problem
 from ..score import alibi as alibi_scores
@@ -36,10 +38,9 @@ from .cases import Case, Data, cut_heads
 from .contestants import Contestant, prepare
 
 SAMPLED_ROWS, SAMPLED_HEADS = 64, 4
-GRADIENT_ELEMENTS = (
-    1 << 23
-)  # visible or not, how many pairs of float64 gradients are worth checking
-BLOCK_ELEMENTS = 1 << 22  # scores held at once
+# On a CPU and on another device: visible or not, how many pairs of float64 gradients are worth
+# checking; and how many scores are held at once.
+GRADIENT_ELEMENTS, BLOCK_ELEMENTS = (1 << 23, 1 << 30), (1 << 22, 1 << 26)
 REPLAY_TOKENS = 256  # at this size torch's dropout is checked
 ROUNDINGS, ALLOWANCE = 4, 4
 EXP_ERROR = 2.0**-20
@@ -65,6 +66,17 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Errors:
+    """The distance of one array from the truth, and the size of the truth: largest and rms."""
+
+    what: str
+    most: float
+    truth_most: float
+    rms: float
+    truth_rms: float
+
+
+@dataclass(frozen=True)
 class Truth:
     """What is right about one part of a case, and how far float32 is from it.
 
@@ -79,10 +91,13 @@ class Truth:
     plain: Mapping[str, Tensor]
 
 
-def truths(data: Data) -> list[Truth]:
-    """The oracle's answers about a sample of the case; shared by all contestants."""
-    found, rows = [], _rows(data.case)
-    for b, h in _heads(data.case):
+def truths(data: Data, every_row: bool = False) -> list[Truth]:
+    """The oracle's answers about a sample of the case; shared by all contestants.
+
+    every_row  of the heads that are looked at; else a sample of them where only o is wanted
+    """
+    found, rows = [], _rows(data, every_row)
+    for b, h in _heads(data):
         part = data.part(b, h)
         right, plain = (_dense(part, rows, t) for t in (torch.float64, torch.float32))
         found.append(Truth(b, h, rows, right, plain))
@@ -93,7 +108,7 @@ def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
           known: Sequence[Truth]) -> list[Check]:  # fmt: skip
     """Compare a contestant's answer `out` with what is known to be right."""
     if contestant.own_dropout and data.case.dropout:
-        return _check_replayed(contestant, data.case)
+        return _check_replayed(contestant, data)
     heads = ", ".join(f"entry {t.entry} key head {t.key_head}" for t in known)
     count = known[0].rows.numel()
     how = f"float64 oracle: {heads}; {count} of {data.case.M} rows"
@@ -106,6 +121,22 @@ def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
     # the worst is the one nearest to its bound, or NaN
     worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
     return [Check(name, error, bound, how) for name, (error, bound) in worst.items()]
+
+
+def errors(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth]) -> list[Errors]:
+    """How far an answer `out` is from what is known to be right, over all parts of it together."""
+    apart: dict[str, list[Tensor]] = {}
+    right: dict[str, list[Tensor]] = {}
+    for truth in known:
+        for name, mine in _part_of(out, data.case, truth).items():
+            apart.setdefault(name, []).append((mine.double() - truth.right[name]).flatten())
+            right.setdefault(name, []).append(truth.right[name].flatten())
+    found = []
+    for name in apart:
+        off, true = torch.cat(apart[name]), torch.cat(right[name])
+        found.append(Errors(name, *(float(t.abs().max()) for t in (off, true)),
+                            *(float(t.square().mean().sqrt()) for t in (off, true))))  # fmt: skip
+    return found
 
 
 def _compare(mine: Tensor, right: Tensor, plain: Tensor, case: Case) -> tuple[float, float]:
@@ -128,17 +159,19 @@ def _nearness(pair: tuple[float, float]) -> float:
     return float("inf") if error != error else error / bound if bound else error
 
 
-def _rows(case: Case) -> Tensor:
-    if case.wants_grads or case.M <= SAMPLED_ROWS:
-        return torch.arange(case.M)
-    return torch.linspace(0, case.M - 1, SAMPLED_ROWS).long()
+def _rows(data: Data, every_row: bool) -> Tensor:
+    case, device = data.case, data.device
+    if every_row or case.wants_grads or case.M <= SAMPLED_ROWS:
+        return torch.arange(case.M, device=device)
+    return torch.linspace(0, case.M - 1, SAMPLED_ROWS, device=device).long()
 
 
-def _heads(case: Case) -> list[tuple[int, int]]:
+def _heads(data: Data) -> list[tuple[int, int]]:
     """The (entry, key head) that are looked at: spread evenly, the last always among them."""
-    count = SAMPLED_HEADS
+    case, count = data.case, SAMPLED_HEADS
     if case.wants_grads:
-        count = min(max(GRADIENT_ELEMENTS // (case.G * case.M * case.N), 1), count)
+        worth = GRADIENT_ELEMENTS[data.device.type != "cpu"]
+        count = min(max(worth // (case.G * case.M * case.N), 1), count)
     every = case.B * case.Hk
     count = min(count, every)
     numbers = [every - 1 - n * every // count for n in range(count)]
@@ -178,8 +211,9 @@ def _dense(part: Data, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     spec = Spec(str(part.mask), None, c.softcap, c.dropout, (*part.first, 0, 0))
     problem = Problem.of(x, spec)
     fixed = oracle.Fixed.of(problem, x)
-    outs, total = [], {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in leaves.items()}
-    for index in torch.split(rows, max(BLOCK_ELEMENTS // (c.G * c.N), 1)):
+    outs, total = [], {n: torch.zeros_like(t, dtype=torch.float64) for n, t in leaves.items()}
+    held = BLOCK_ELEMENTS[part.device.type != "cpu"]
+    for index in torch.split(rows, max(held // (c.G * c.N), 1)):
         where = Rectangle(slice(0, 1), slice(0, c.G), index, slice(0, c.N))
         piece = None if bias is None else cut(lay_out_bias(bias, (1,)), where)
         sink = None if sinks is None else per_head(sinks, (1,), c.G)
@@ -196,25 +230,43 @@ def _dense(part: Data, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     return found | ({f"d{n}": t for n, t in total.items()} if c.wants_grads else {})
 
 
-def _check_replayed(contestant: Contestant, case: Case) -> list[Check]:
-    """torch's dropout at a small size: its mask is drawn again from the same state."""
+def _check_replayed(contestant: Contestant, data: Data) -> list[Check]:
+    """Dropout at a small size, with the mask that the contestant draws from a known state."""
+    case = data.case
     small = replace(case, M=min(case.M, REPLAY_TOKENS), N=min(case.N, REPLAY_TOKENS))
-    data = Data.of(small)
-    with torch.random.fork_rng(devices=[]):
+    data = Data.of(small, data.device)
+    cards = [data.device] if data.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cards):
         torch.manual_seed(1)
         ready = prepare(contestant, data)
         if small.phase != "backward":
             torch.manual_seed(1)
         out = ready.outputs()
-        torch.manual_seed(1)
-        ones = torch.ones(small.B, small.Hq, small.M, small.N)
-        weight = torch.nn.functional.dropout(ones, small.dropout)
+        weight = _drawn_again(contestant, data) / (1 - small.dropout)
     right, plain = (_dense_with(data, weight, t) for t in (torch.float64, torch.float32))
-    how = f"float64 formula with torch's own dropout mask drawn again, M = {small.M}, N = {small.N}"
+    how = f"float64 formula with its own dropout mask drawn again, M = {small.M}, N = {small.N}"
     return [
         Check(name, *_compare(t.detach(), right[name], plain[name], small), how)
         for name, t in out.items()
     ]
+
+
+def _drawn_again(contestant: Contestant, data: Data) -> Tensor:
+    """Which pairs a contestant keeps: float64 (B, Hq, M, N), 1 or 0, for some E keys at a time.
+
+    The softmax of normal numbers is nowhere 0, so a weight is 0 where it was dropped or hidden.
+    """
+    c = data.case
+    kept = torch.zeros(c.B, c.Hq, c.M, c.N, dtype=torch.float64, device=data.device)
+    for first in range(0, c.N, c.E):
+        width = min(c.E, c.N - first)
+        v = torch.zeros_like(data.v)
+        v[:, :, first : first + width, :width] = torch.eye(width, device=data.device).to(c.dtype)
+        torch.manual_seed(1)
+        with contestant.within():  # gradients on, as before: they may decide which kernel serves
+            o = contestant.attend(replace(data, v=v))().detach()
+        kept[..., first : first + width] = o[..., :width] != 0
+    return kept
 
 
 def _dense_with(data: Data, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -224,9 +276,12 @@ def _dense_with(data: Data, weight: Tensor, dtype: torch.dtype) -> dict[str, Ten
     k, v = (leaves[n].repeat_interleave(c.G, 1) for n in "kv")
     s = leaves["q"] @ k.mT * c.D**-0.5 + leaves.get("bias", 0)
     if data.alibi is not None:
-        place = torch.arange(c.M) + (c.N - c.M)
-        s = s + alibi_scores(data.alibi[:, None, None].to(dtype), place, torch.arange(c.N))
-    s = s.masked_fill(~visible(data.mask, c.M, c.N, c.Hq, (c.B,)), float("-inf"))
+        place = torch.arange(c.M, device=data.device) + (c.N - c.M)
+        keys = torch.arange(c.N, device=data.device)
+        s = s + alibi_scores(data.alibi[:, None, None].to(dtype), place, keys)
+    bound = Bound(data.mask, (c.B,), c.Hq, c.M, c.N, data.device)
+    everything = Rectangle(slice(0, c.B), slice(0, c.Hq), slice(0, c.M), slice(0, c.N))
+    s = s.masked_fill(~bound.keep(everything), float("-inf"))
     o = (torch.softmax(s, -1) * weight.to(dtype)) @ v
     grads = torch.autograd.grad(o, [*leaves.values()], data.do.to(dtype))
     found = {"o": o} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}

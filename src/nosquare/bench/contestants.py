@@ -1,4 +1,4 @@
-"""Who answers a case: torch's own attention, and nosquare.
+"""Who answers a case: what a contestant is, and nosquare. The others are in peers.py.
 
 A contestant says how it would answer before anything runs; what it cannot answer, it refuses with
 its reason.
@@ -6,23 +6,24 @@ its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api import attention
-from ..bound import visible
 from ..dropout import Dropout
-from ..errors import UnsupportedError
+from ..errors import NosquareError, UnsupportedError
 from ..receipt import Receipt, receipts
-from ..score import alibi as alibi_scores
 from .cases import Data
 
 Attend = Callable[[], Tensor]
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class Contestant:
     attend  Data -> a function without arguments that gives o; raises UnsupportedError
     ran     Data -> in words, what served it, for contestants that give no receipts
     own_dropout  its dropout mask is drawn from torch's generator, not from positions
+    within  a context that its forward runs in, entered once a sample and not once a call
     """
 
     name: str
     attend: Callable[[Data], Attend]
     ran: Callable[[Data], str] | None = None
     own_dropout: bool = False
+    within: Within = nullcontext
 
 
 @dataclass(frozen=True)
@@ -46,21 +49,36 @@ class Prepared:
 
     call: Callable[[], Any]
     names: tuple[str, ...]
+    within: Within = nullcontext
 
     def outputs(self) -> dict[str, Tensor]:
         """One answer, by name: o, dq, dk, dv, dbias, dsinks."""
-        found = self.call()
+        with self.within():
+            found = self.call()
         return dict(zip(self.names, (found,) if len(self.names) == 1 else found, strict=True))
+
+
+class Answer(NamedTuple):
+    """A contestant ready to be timed, its first answer, and the receipts of that.
+
+    Of the phase backward, forward is among the receipts.
+    """
+
+    prepared: Prepared
+    out: dict[str, Tensor]
+    receipts: list[Receipt]
 
 
 def prepare(contestant: Contestant, data: Data) -> Prepared:
     """What is timed. Of the phase backward, forward runs here, once."""
+    within = contestant.within
     attend, phase = contestant.attend(data), data.case.phase
     if not data.case.wants_grads:
-        return Prepared(attend, ("o",))
+        return Prepared(attend, ("o",), within)
     leaves, names = list(data.leaves.values()), tuple(f"d{name}" for name in data.leaves)
     if phase == "backward":
-        o = attend()
+        with within():
+            o = attend()
         call = partial(torch.autograd.grad, o, leaves, data.do, retain_graph=True)
         return Prepared(call, names)
 
@@ -68,15 +86,57 @@ def prepare(contestant: Contestant, data: Data) -> Prepared:
         o = attend()
         return (o, *torch.autograd.grad(o, leaves, data.do))
 
-    return Prepared(both, ("o", *names))
+    return Prepared(both, ("o", *names), within)
+
+
+def answer(contestant: Contestant, data: Data) -> Answer:
+    """Prepare a contestant and let it answer once.
+
+    Raises UnsupportedError, with its own reason, when it will not or cannot.
+    """
+    with warnings.catch_warnings(record=True) as told, receipts() as log:
+        warnings.simplefilter("always")
+        try:
+            prepared = prepare(contestant, data)
+            out = prepared.outputs()
+            if data.device.type == "cuda":
+                torch.cuda.synchronize(data.device)  # what fails on the device fails here
+        except NosquareError:
+            raise
+        except Exception as error:  # of any library, by any of its ways to fail
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            raise UnsupportedError(_why(error, [str(w.message) for w in told])) from error
+    return Answer(prepared, out, list(log))
+
+
+def _why(error: BaseException, told: Sequence[str]) -> str:
+    """An error of a library in one sentence.
+
+    Where torch is allowed none but kernels that do not take the call, it warns in pairs, "X kernel
+    not used because:" and then the reason, and its error says nothing.
+    """
+    lines = str(error).strip().splitlines()
+    first = lines[0][:300] if lines else type(error).__name__
+    _, build, lacks = first.partition("This flash attention build does not support ")
+    if build:  # one that was compiled without it; the words before name its source file
+        return f"its build has no {lacks.rstrip('.')}."
+    if not first.startswith(("No available kernel", "No viable backend")):
+        return f"it stopped: {first}"
+    noise = ("not used because", "runtime disabled")
+    texts = [text.partition(" (Triggered internally")[0].strip() for text in told]
+    reasons = dict.fromkeys(t for t in texts if not any(word in t for word in noise))
+    return f"torch refuses: {' '.join(reasons)}" if reasons else "torch has no such kernel here."
 
 
 # ---- nosquare ----
 
 
-def _nosquare(data: Data) -> Attend:
+def _nosquare(data: Data, backend: str | None) -> Attend:
     c = data.case
     options: dict[str, Any] = {} if c.mask == "full()" else {"mask": data.mask}
+    if backend is not None:
+        options["backend"] = backend
     if c.dropout:
         options["dropout"] = Dropout(c.dropout, data.seed)
     for name in ("softcap", "bias", "alibi", "sinks"):
@@ -86,59 +146,10 @@ def _nosquare(data: Data) -> Attend:
     return partial(attention, data.q, data.k, data.v, **options)
 
 
-NOSQUARE = Contestant("nosquare", _nosquare)
+def nosquare_by(backend: str | None) -> Contestant:
+    """nosquare with a backend by name, "nosquare:<backend>"; None: as it chooses."""
+    name = "nosquare" if backend is None else f"nosquare:{backend}"
+    return Contestant(name, partial(_nosquare, backend=backend))
 
 
-def answer(contestant: Contestant, data: Data) -> tuple[dict[str, Tensor], list[Receipt]]:
-    """One answer and its receipts; forward of the phase backward is among them."""
-    with receipts() as log:
-        out = prepare(contestant, data).outputs()
-    return out, list(log)
-
-
-# ---- torch ----
-
-
-def _torch_words(data: Data) -> Mapping[str, Any]:
-    """Keywords of scaled_dot_product_attention that say the same. Raises UnsupportedError."""
-    c = data.case
-    absent = [name for name, there in (("softcap", c.softcap is not None), ("sinks", c.sinks))
-              if there]  # fmt: skip
-    if absent:
-        raise UnsupportedError(f"torch's attention has no {' and no '.join(absent)}.")
-    words: dict[str, Any] = {"dropout_p": c.dropout} if c.dropout else {}
-    if c.G > 1:
-        words["enable_gqa"] = True
-    lower = c.mask == "causal(start)" or (c.mask == "causal(end)" and c.M == c.N)
-    free = c.mask == "full()" or (c.mask == "causal(end)" and c.M == 1)
-    extra: Tensor | None = None
-    if data.alibi is not None:
-        place = torch.arange(c.M) + (c.N - c.M)
-        extra = alibi_scores(data.alibi[:, None, None], place, torch.arange(c.N)).to(c.dtype)
-    if data.bias is None and extra is None and lower:
-        return words | {"is_causal": True}
-    keep = None if free else visible(data.mask, c.M, c.N, c.Hq, (c.B,))
-    if keep is not None and data.bias is None and extra is None:
-        return words | {"attn_mask": keep}
-    added = data.bias if extra is None else extra if data.bias is None else data.bias + extra
-    if added is not None and keep is not None:
-        added = added.masked_fill(~keep, float("-inf"))
-    return words if added is None else words | {"attn_mask": added}
-
-
-def _torch(data: Data) -> Attend:
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    if data.bias is not None and data.bias.requires_grad:
-        # what is added to a bias that learns is added in every call, as its user would have to
-        return lambda: sdpa(data.q, data.k, data.v, **_torch_words(data))
-    return partial(sdpa, data.q, data.k, data.v, **_torch_words(data))
-
-
-def _torch_ran(data: Data) -> str:
-    """Which of torch's kernels it would choose."""
-    number = torch._fused_sdp_choice(data.q, data.k, data.v, **_torch_words(data))
-    return str(torch.nn.attention.SDPBackend(number).name).lower()
-
-
-TORCH = Contestant("torch", _torch, _torch_ran, own_dropout=True)
-CONTESTANTS = {c.name: c for c in (TORCH, NOSQUARE)}
+NOSQUARE = nosquare_by(None)

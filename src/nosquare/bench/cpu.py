@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import records
 from ..errors import ArgumentError, NosquareError
 from . import memory, record, report
 from .cases import FLOP_CONVENTION, Case
-from .contestants import NOSQUARE, TORCH
+from .contestants import NOSQUARE
+from .peers import TORCH
 from .report import Aim
+from .screen import progress, warn_if_busy
 from .timing import Result, Rounds, Tick, measure
 
 if TYPE_CHECKING:
@@ -132,18 +135,18 @@ def bench_cpu(
 
 
 def _run(console: Console, suites: Sequence[Suite], quick: bool, name: str | None) -> int:
-    around = record.surroundings()
+    around = records.surroundings()
     machine, software = around["machine"], around["software"]
     console.print(
         f"{machine['cpu']} ({', '.join(machine['features'])}), threads: {machine['threads']}, "
         f"torch {software['torch']}. Times are medians. Ratio: torch's time / nosquare's. "
         f"Error: nosquare's over torch's.\nGF/s: {FLOP_CONVENTION}"
     )
-    report.warn_if_busy(console)
-    rounds = Rounds(3, 100, 0.6) if quick else Rounds(3, 200, 3.0)
+    warn_if_busy(console)
+    rounds = Rounds(3, 100, 0.6) if quick else Rounds(7, 200, 3.0)
     plan = [(s, [Case.parse(line) for line in (s.quick if quick else s.cases)]) for s in suites]
     right, path = True, None
-    with _progress(console, sum(len(cases) for _, cases in plan)) as (tick, step):
+    with progress(console, sum(len(cases) for _, cases in plan)) as (tick, step):
         for suite, cases in plan:
             results = []
             for item in cases:
@@ -153,8 +156,8 @@ def _run(console: Console, suites: Sequence[Suite], quick: bool, name: str | Non
                     if suite.memory and not quick:  # a fresh process each: seconds
                         _add_peaks(console, result, tick)
                     if name is not None:  # at once: what an interrupted run measured is kept
-                        line = record.of(result, record.surroundings())
-                        path = record.append(record.records_folder(), name, [line])
+                        line = record.of(result, records.surroundings())
+                        path = records.append(records.folder(), name, [line], record.SCHEMA)
                 results.append(result)
                 right = right and not result.of("nosquare").refused
             report.show(console, results, f"{suite.letter}. {suite.title}", suite.aim)
@@ -200,21 +203,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _progress(console: Console, cases: int) -> Iterator[tuple[Tick, Tick]]:
-    """(say what happens within a case, begin the next), on a bar that leaves nothing behind."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn(),
-               TextColumn("{task.description} [dim]{task.fields[words]}"))  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=cases, words="")
-        begun = [0]
-
-        def step(line: str) -> None:
-            bar.update(task, description=line, completed=begun[0])
-            begun[0] += 1
-
-        yield lambda words: bar.update(task, words=words), step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,16 +49,6 @@ class Aim:
         return self.most_extra_us is not None and mine - theirs > self.most_extra_us
 
 
-def warn_if_busy(console: Console) -> None:
-    """Say so when the processor has not been idle: times are then worth less."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > 0.5:
-        console.print(
-            f"[yellow]The load of the last minute is {load:.1f}. If other programs still use the "
-            "processor, times will be longer and less certain.[/yellow]"
-        )
-
-
 def geometric_mean(ratios: Sequence[float]) -> float:
     """Of the ratios that are numbers; NaN when there are none."""
     known = [r for r in ratios if not math.isnan(r)]
@@ -73,7 +62,7 @@ def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> N
     """
     from rich.table import Table
 
-    shared, labels = _labels(results)
+    shared, cases = labels(results)
     console.print(f"\n[bold]{title}[/bold]" + (f"\n{shared}" if shared else ""))
     table = Table()
     table.add_column("case", min_width=9)
@@ -85,7 +74,7 @@ def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> N
     names += [rate, "error"]
     for name in [*names, *(["MiB"] if memory else [])]:
         table.add_column(name, justify="right", no_wrap=True)
-    for label, result in zip(labels, results, strict=True):
+    for label, result in zip(cases, results, strict=True):
         style = "yellow" if aim.missed(result) else None
         table.add_row(label, *_cells(result, memory, extra, unit), style=style)
     mean = math.nan if extra else geometric_mean([r.ratio() for r in results])
@@ -113,7 +102,7 @@ def show(console: Console, results: Sequence[Result], title: str, aim: Aim) -> N
                               markup=False)  # fmt: skip
 
 
-def _labels(results: Sequence[Result]) -> tuple[str, list[str]]:
+def labels(results: Sequence[Result]) -> tuple[str, list[str]]:
     """The words that all cases share, and what is left of each; a single case is left whole."""
     words = [str(r.case).split() for r in results]
     if len(words) < 2:
@@ -125,10 +114,10 @@ def _labels(results: Sequence[Result]) -> tuple[str, list[str]]:
 
 def _cells(result: Result, memory: bool, extra: bool, unit: str) -> list[str]:
     torch, mine = result.of("torch"), result.of("nosquare")
-    gap = _time(mine.median_us - torch.median_us, unit) if extra else _two(result.ratio())
+    gap = _time(mine.median_us - torch.median_us, unit) if extra else two(result.ratio())
     cells = [_time(torch.median_us, unit), _time(mine.median_us, unit), gap]
     cells.append(" / ".join(_rate(result, e.median_us) for e in (torch, mine)))
-    cells.append(_two(error_ratio(result)))
+    cells.append(two(error_ratio(result)))
     if memory:
         sizes = [NONE if e.peak_bytes is None else f"{e.peak_bytes / MIB:,.0f}"
                  for e in (torch, mine)]  # fmt: skip
@@ -158,7 +147,8 @@ def _time(time_us: float, unit: str) -> str:
     return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
 
 
-def _two(number: float) -> str:
+def two(number: float) -> str:
+    """With two digits after the point; NONE for NaN."""
     return NONE if math.isnan(number) else f"{number:.2f}"
 
 

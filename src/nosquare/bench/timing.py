@@ -1,7 +1,7 @@
 """How long contestants take: checked first, then interleaved in one process, all samples kept.
 
 In each round everybody is timed once, and the order turns by one from round to round, so that drift
-of the machine (clock, neighbours, caches) meets all alike. Short calls are repeated in a sample.
+of the machine (clock, power, neighbours, caches) meets all alike. clocks.py says what a sample is.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+import torch
 
 from ..errors import UnsupportedError
 from ..receipt import Receipt
 from .cases import Case, Data, visible_pairs
 from .check import Check, Truth, check, truths
-from .contestants import Contestant, Prepared, answer, prepare
+from .clocks import Clock, HostClock
+from .contestants import Contestant, Prepared, answer
 
-SAMPLE_US = 1000.0  # shorter calls are repeated until a sample is this long
 Tick = Callable[[str], None]
+REFUSAL_LENGTH = 400  # characters kept of why somebody was not timed
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,25 @@ class Entry:
 
     samples_us  microseconds a call, one number a round, in the order in which they were taken
     calls       calls averaged in each sample
+    warm_up     calls before the first sample
+    host_us     until the call came back to the host, median; None where it is the same
     refused     why it was not timed; "" when it was
     ran         what served it, in words
-    peak_bytes  highest extra memory of one call in a fresh process, where that was asked for
+    peak_bytes  highest extra memory of one call, where that was asked for
+    traffic     what moved in one call (see ncu.py), where that was asked for
     """
 
     contestant: str
     samples_us: list[float] = field(default_factory=list)
     calls: int = 1
+    warm_up: int = 0
+    host_us: float | None = None
     refused: str = ""
     checks: list[Check] = field(default_factory=list)
     receipts: list[Receipt] = field(default_factory=list)
     ran: str = ""
     peak_bytes: int | None = None
+    traffic: Mapping[str, Any] | None = None
 
     @property
     def median_us(self) -> float:
@@ -67,12 +76,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Result:
-    """All entries of one case. pairs: visible (batch, head, query, key)."""
+    """All entries of one case.
+
+    pairs      visible (batch, head, query, key)
+    device     type of the device it ran on
+    timing     what a sample is and how the numbers were made, in words
+    gpu_state  clocks, power and temperature while it was timed; None where nobody looked
+    """
 
     case: Case
     pairs: int
     entries: list[Entry]
     suite: str = ""
+    device: str = "cpu"
+    timing: Mapping[str, str] = field(default_factory=dict)
+    gpu_state: Mapping[str, Any] | None = None
 
     def of(self, contestant: str) -> Entry:
         """The entry of one contestant. Raises KeyError when it was not asked."""
@@ -87,86 +105,101 @@ class Result:
 
 
 def measure(case: Case, contestants: Sequence[Contestant], rounds: Rounds,
-            tick: Tick = lambda words: None, suite: str = "") -> Result:  # fmt: skip
+            tick: Tick = lambda words: None, suite: str = "",
+            clock: Clock | None = None) -> Result:  # fmt: skip
     """Check every contestant, then time those that are right.
 
-    tick  is told in words what happens next
+    tick   is told in words what happens next
+    clock  the host's on the CPU by default; a CudaClock for a card
+
+    Raises UnsupportedError when not even the numbers of the case fit on the device.
     """
-    data = Data.of(case)
-    result = Result(case, visible_pairs(data), [Entry(c.name) for c in contestants], suite)
-    tick("oracle")
-    known = truths(data)
-    ready: list[tuple[Entry, Prepared]] = []
-    for contestant, entry in zip(contestants, result.entries, strict=True):
-        tick(f"check {contestant.name}")
-        prepared = _admit(contestant, data, entry, known)
-        if prepared is not None:
-            ready.append((entry, prepared))
-    tick("time")
-    interleave([(entry, prepared.call) for entry, prepared in ready], rounds, tick)
-    return result
+    clock = clock or HostClock()
+    data = _numbers(case, clock)
+    entries = [Entry(c.name) for c in contestants]
+    with clock.watched() as seen:
+        tick("oracle")
+        known = truths(data)
+        ready: list[tuple[Entry, Prepared]] = []
+        for contestant, entry in zip(contestants, entries, strict=True):
+            tick(f"check {contestant.name}")
+            prepared = admit(contestant, data, entry, known)
+            if prepared is not None:
+                ready.append((entry, prepared))
+                entry.peak_bytes = clock.peak_bytes(prepared)
+        tick("time")
+        seen.begin()
+        interleave(ready, rounds, tick, clock)
+    words = {**clock.words(), "numbers": data.drawn}
+    pairs = visible_pairs(data)
+    return Result(case, pairs, entries, suite, clock.device.type, words, seen.summary())
 
 
-def _admit(
+def _numbers(case: Case, clock: Clock) -> Data:
+    try:
+        return Data.of(case, clock.device)
+    except torch.OutOfMemoryError:
+        raise UnsupportedError(
+            "The numbers of this case do not fit on the device.",
+            {"case": case, "device": clock.device},
+            "a smaller M, N or B.",
+        ) from None
+
+
+def admit(
     contestant: Contestant, data: Data, entry: Entry, known: Sequence[Truth]
 ) -> Prepared | None:
-    """The contestant ready to be timed, or None with the reason in entry.refused."""
+    """The contestant ready to be timed, its first answer checked; or None, and entry.refused says
+    why. known: truths(data)."""
     try:
-        out, entry.receipts = answer(contestant, data)
-        if contestant.ran is not None:
-            entry.ran = contestant.ran(data)
+        found = answer(contestant, data)
     except UnsupportedError as error:
-        entry.refused = error.sentence
+        why = [str(value) for name, value in error.values.items() if name != "problem"]
+        entry.refused = " ".join([error.sentence, *why])[:REFUSAL_LENGTH]
         return None
-    except RuntimeError as error:
-        entry.refused = f"it stopped: {str(error).splitlines()[0][:200]}"
-        return None
+    entry.receipts = found.receipts
+    if contestant.ran is not None:
+        entry.ran = contestant.ran(data)
     if not entry.ran:
         entry.ran = " + ".join(dict.fromkeys(r.backend for r in entry.receipts))
-    entry.checks = check(contestant, data, out, known)
+    entry.checks = check(contestant, data, found.out, known)
     wrong = [c for c in entry.checks if not c.ok]
     if wrong or not entry.checks:
         entry.refused = "wrong: " + ("; ".join(map(str, wrong)) or "nothing could be checked")
         return None
-    return prepare(contestant, data)
+    return found.prepared
 
 
 def interleave(
-    calls: Sequence[tuple[Entry, Callable[[], Any]]],
+    ready: Sequence[tuple[Entry, Prepared]],
     rounds: Rounds,
     tick: Tick = lambda words: None,
+    clock: Clock | None = None,
 ) -> None:
-    """Time the calls in turn and append to samples_us of their entries; the first call warms up."""
-    for entry, call in calls:
-        entry.calls = _repeats(call)
+    """Time the contestants in turn and append to samples_us of their entries, warm from the first
+    sample on."""
+    clock = clock or HostClock()
+    hosts: dict[str, list[float]] = {entry.contestant: [] for entry, _ in ready}
+    for entry, prepared in ready:
+        with prepared.within():
+            entry.warm_up, entry.calls = clock.warm_up(prepared.call)
     collecting = gc.isenabled()
     gc.disable()
     try:
         start = time.perf_counter()
-        for number in range(rounds.most if calls else 0):
+        for number in range(rounds.most if ready else 0):
             if number >= rounds.least and time.perf_counter() - start > rounds.seconds:
                 break
-            turn = number % len(calls)
-            for entry, call in (*calls[turn:], *calls[:turn]):
-                entry.samples_us.append(_sample_us(call, entry.calls))
+            turn = number % len(ready)
+            for entry, prepared in (*ready[turn:], *ready[:turn]):
+                with prepared.within():
+                    sample = clock.sample(prepared.call, entry.calls)
+                entry.samples_us.append(sample.time_us)
+                hosts[entry.contestant].append(sample.host_us)
             tick("time")
     finally:
         if collecting:
             gc.enable()
-
-
-def _repeats(call: Callable[[], Any]) -> int:
-    """Calls that make a sample of about SAMPLE_US; warms up."""
-    once = _sample_us(call, 1)
-    if once > SAMPLE_US:
-        return 1
-    return max(1, round(SAMPLE_US / max(min(_sample_us(call, 20), once), 1e-3)))
-
-
-def _sample_us(call: Callable[[], Any], calls: int) -> float:
-    """Microseconds a call, averaged over `calls`."""
-    numbers = range(calls)
-    start = time.perf_counter_ns()
-    for _ in numbers:
-        call()
-    return (time.perf_counter_ns() - start) / 1000 / calls
+    for entry, _ in ready:
+        if clock.device.type != "cpu" and hosts[entry.contestant]:
+            entry.host_us = median(hosts[entry.contestant])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..bench.report import warn_if_busy
+from ..bench.screen import warn_if_busy
 from . import models, picture
 
 MIB = 2**20

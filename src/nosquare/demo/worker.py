@@ -152,7 +152,7 @@ def _receipts(log: Any) -> list[dict[str, Any]]:
             "backend": backend,
             "calls": len(group),
             "copying": sum(bool(r.copies) for r in group),
-            "workspace_bytes": max(r.workspace_bytes for r in group),
+            "workspace_bytes": max(r.workspace_bytes or 0 for r in group),
             "first": str(group[0]),
             "last": str(group[-1]),
         }
