@@ -1,0 +1,1 @@
+"""The checks themselves, a file a subject; registry.py finds them here."""
