@@ -283,6 +283,28 @@ def test_aims() -> None:
     assert math.isnan(report.geometric_mean([]))
 
 
+class Full(HostClock):
+    """A card that has no room for torch's second call."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def peak_bytes(self, prepared: Prepared) -> int | None:
+        self.asked += 1
+        if self.asked == 1:
+            raise torch.OutOfMemoryError
+        return 7
+
+
+def test_no_memory_for_one_is_no_end_for_all() -> None:
+    case = Case.parse(f"forward {SMALL} full()")
+    result = measure(case, [TORCH, NOSQUARE], FEW, clock=Full())
+    assert result.of("torch").refused == "a second call found no memory."
+    assert not result.of("torch").samples_us
+    assert result.of("nosquare").peak_bytes == 7
+    assert len(result.of("nosquare").samples_us) == 2
+
+
 def test_table_says_who_was_not_timed() -> None:
     console_module = pytest.importorskip("rich.console")
     case = Case.parse(f"forward {SMALL} causal(start) softcap=2.0")

@@ -149,6 +149,7 @@ class CudaClock:
     def peak_bytes(self, prepared: Prepared) -> int | None:
         """What torch's allocator held at the peak of a second call, above what it held before."""
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # blocks that another contestant left would be in its way
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         out = prepared.outputs()

@@ -138,7 +138,7 @@ def bench_cuda(
 
     console = Console(highlight=False)
     clock = CudaClock(cold=not warm)
-    rounds = Rounds(3, 40, 0.4) if quick else Rounds(5, 100, 1.2)
+    rounds = Rounds(3, 40, 0.4) if quick else Rounds(7, 100, 1.2)
     plan = [(key, suite.title, [Case.parse(x) for x in (suite.quick if quick else suite.cases)],
              asked or named(suite.peers)) for key, suite in chosen.items()]  # fmt: skip
     _introduce(console, clock)

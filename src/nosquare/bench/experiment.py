@@ -135,7 +135,8 @@ def bench_experiment(
             lines: list[dict[str, Any]] = []
             for case in cases:
                 step(str(case))
-                lines += _rows(part, case, clock, around, tick, counted=not quick)
+                last = case == cases[-1]  # ncu takes some 10 s a row: at the largest N alone
+                lines += _rows(part, case, clock, around, tick, counted=last and not quick)
             if device == "cpu":
                 tick("memory, in fresh processes")
                 _add_peaks(lines)

@@ -37,9 +37,9 @@ def show(console: Console, question: str, rows: Sequence[Row]) -> None:
     learns = any(e["what"] != "o" for e in rows[0]["errors"])
     counted = any(row["measured"] for row in rows)
     names = ["N", "tiles", "o rms", "o max"]
-    names += ["grad rms", "grad max"] if learns else []
+    names += ["grad\nrms", "grad\nmax"] if learns else []
     names += ["MiB", "moved", *(["counted"] if counted else []), "ms"]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
     for column in names:
         table.add_column(column, justify="right", no_wrap=True)
     last = None
@@ -63,7 +63,8 @@ def _cells(row: Row, learns: bool, counted: bool) -> list[str]:
     cells += [_mib(row["peak_bytes"]), _mib(row["model"]["l2_bytes"])]
     if counted:
         cells.append(_mib(row["measured"]["l2_bytes"] if row["measured"] else None))
-    return [*cells, f"{row['median_us'] / 1000:,.2f}"]
+    time_ms = row["median_us"] / 1000
+    return [*cells, f"{time_ms:,.{2 if time_ms < 100 else 0}f}"]
 
 
 def error(row: Row, gradients: bool, part: str) -> float:
@@ -119,4 +120,4 @@ def _sizes(rows: Sequence[Row]) -> tuple[str, list[int]]:
 
 
 def _mib(size: int | None) -> str:
-    return NONE if size is None else f"{size / MIB:,.1f}"
+    return NONE if size is None else f"{size / MIB:,.{1 if size < 1000 * MIB else 0}f}"

@@ -124,9 +124,14 @@ def measure(case: Case, contestants: Sequence[Contestant], rounds: Rounds,
         for contestant, entry in zip(contestants, entries, strict=True):
             tick(f"check {contestant.name}")
             prepared = admit(contestant, data, entry, known)
-            if prepared is not None:
-                ready.append((entry, prepared))
+            if prepared is None:
+                continue
+            try:
                 entry.peak_bytes = clock.peak_bytes(prepared)
+            except torch.OutOfMemoryError:
+                entry.refused = "a second call found no memory."
+            else:
+                ready.append((entry, prepared))
         tick("time")
         seen.begin()
         interleave(ready, rounds, tick, clock)
