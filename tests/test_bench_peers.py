@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -237,7 +238,8 @@ def flash_attn_func(q, k, v, dropout_p=0.0, causal=False, window_size=(-1, -1), 
 def install(modules: dict[str, str], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Stand-ins by the name of their module, and what their function returns; none but these."""
     for name in ("fa3_fwd_interface", "flash_attn_interface", "flash_attn"):
-        patch.delitem(sys.modules, name, raising=False)
+        patch.setitem(sys.modules, name, ModuleType(name))  # so that it is put back, or taken out
+        patch.delitem(sys.modules, name)
     for name, returned in modules.items():
         (folder / f"{name}.py").write_text(STAND_IN.replace("RETURNED", returned))
     patch.syspath_prepend(folder)
