@@ -98,12 +98,23 @@ def test_every_kind_is_counted() -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS.values())
-@pytest.mark.parametrize("tile", [10, 1024])
-def test_pairs_are_those_of_the_mask(mask: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nosquare.bench.cases._TILE", tile)
+def test_pairs_are_those_of_the_mask(mask: str) -> None:
     data = Data.of(Case.parse(f"forward {SMALL} {mask}"))
     c = data.case
     assert visible_pairs(data) == int(ns.visible(data.mask, c.M, c.N, c.Hq, (c.B,)).sum())
+
+
+def test_pairs_that_are_too_many_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nosquare.pairs.LOOKED_AT", 100)
+    data = Data.of(Case.parse("forward float32 B1 Hq1 Hk1 M16 N16 D8 dense(t0)"))
+    with pytest.raises(ns.UnsupportedError) as caught:
+        visible_pairs(data)
+    assert str(caught.value) == (
+        "The visible pairs of this mask are too many to be counted.\n"
+        "  case            forward float32 B1 Hq1 Hk1 M16 N16 D8 dense(t0)\n"
+        "  pairs, at most  256\n"
+        "  Try: a smaller M and N."
+    )
 
 
 # ---- the check ----

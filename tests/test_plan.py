@@ -21,7 +21,7 @@ from nosquare.device import Device, by_card_name, describe, known, measured
 from nosquare.errors import ArgumentError
 from nosquare.estimate import contiguous, cost
 from nosquare.pairs import Pairs
-from nosquare.plan import plan, problem_of
+from nosquare.plan import plan
 
 MILLION = 1 << 20
 LINE = "forward+backward bfloat16 B1 Hq8 Hk2 M512 N512 D64 causal(end)"
@@ -323,7 +323,7 @@ def test_features_reach_the_problem() -> None:
     from nosquare.bench.cases import Case
 
     words = "forward float32 B1 Hq8 Hk8 M64 N64 D16 E8 full() dropout=0.1 softcap=3.0 bias=Hq,1,N"
-    p = problem_of(Case.parse(f"{words} alibi sinks"), "training")
+    p = Case.parse(f"{words} alibi sinks").problem(True)
     assert (p.E, p.p, p.softcap, p.bias) == (8, 0.1, 3.0, (8, 1, 64))
     assert (p.alibi, p.sinks, p.grads) == ((8,), (8,), "qkvbs")
 

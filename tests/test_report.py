@@ -17,7 +17,7 @@ from nosquare.cost import Cost, Entry, Ledger
 from nosquare.estimate import cost
 from nosquare.report import draw
 from nosquare.report.evidence import Bench, Book, Source, places, when_and_where
-from nosquare.report.modelled import at_length, extra_bytes, problem_of
+from nosquare.report.modelled import at_length, extra_bytes
 from nosquare.report.sections.roofline import roof_share
 from report_helpers import (
     CPU,
@@ -157,7 +157,7 @@ def test_no_records(tmp_path: Path) -> None:
 )
 def test_problem_of_a_case_is_the_one_that_was_timed(line: str) -> None:
     case = Case.parse(line)
-    timed, made = modelled_by_bench(Data.of(case)).problem, problem_of(case)
+    timed, made = modelled_by_bench(Data.of(case)).problem, case.problem()
     same = {"device": timed.device, "grads": timed.grads}
     assert set(made.grads) == set(timed.grads)
     assert replace(made, **same) == timed
@@ -173,7 +173,7 @@ def test_extra_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
                      Entry("lse", 10, "saved"), Entry("w", 50, "workspace")))  # fmt: skip
 
     def account(case: Case, device: object = None) -> Cost:
-        real = cost(problem_of(case))
+        real = cost(case.problem())
         back = real.backward and replace(real.backward, ledger=second)
         return replace(real, forward=replace(real.forward, ledger=first), backward=back)
 

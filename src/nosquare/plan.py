@@ -11,8 +11,7 @@ from .bench.cases import Case
 from .cost import PHASES
 from .device import Device, measured
 from .errors import ArgumentError
-from .estimate import contiguous, cost, present
-from .problem import Problem
+from .estimate import cost, present
 
 _PHASE_OF = {"forward": "prefill", "decode": "decode"}  # of a case; all others train
 
@@ -57,26 +56,8 @@ def plan(
     if measure or word == "cpu":
         present(word)
         where = measured(word)
-    account = cost(problem_of(case, phase), where, phase=phase, tiles=sides)
+    account = cost(case.problem(phase == "training"), where, phase=phase, tiles=sides)
     print(json.dumps(account.as_json(), indent=2) if as_json else account)
-
-
-def problem_of(case: Case, phase: str) -> Problem:
-    """The problem of a case, without its arrays."""
-    sizes = {name: getattr(case, name) for name in ("B", "Hq", "Hk", "M", "N", "D", "E")}
-    axes = {"Hq": case.Hq, "M": case.M, "N": case.N, "1": 1}
-    wanted = "qkv" + "b" * bool(case.bias) + "s" * case.sinks
-    return contiguous(
-        sizes,
-        case.dtype,
-        case.mask,
-        softcap=case.softcap,
-        bias=tuple(axes[a] for a in case.bias.split(",")) if case.bias else None,
-        alibi=(case.Hq,) if case.alibi else None,
-        sinks=(case.Hq,) if case.sinks else None,
-        p=case.dropout,
-        grads=wanted if phase == "training" else "",
-    )
 
 
 def _tiles(words: str | None) -> tuple[int, int] | None:

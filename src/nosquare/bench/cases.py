@@ -13,7 +13,6 @@ are made from the seed (see Data.of). Features:
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound import Bound, Rectangle
-from ..errors import ArgumentError, NosquareError
+from ..bound import Bound
+from ..errors import ArgumentError, NosquareError, UnsupportedError
+from ..estimate import contiguous
 from ..mask import Mask
+from ..pairs import pairs
+from ..problem import Problem
 from ..spelling import parse
 
 PHASES = ("forward", "backward", "forward+backward", "decode")
@@ -36,7 +38,6 @@ EXAMPLE = "forward float32 B1 Hq8 Hk8 M1024 N1024 D64 causal(start)"
 _SIZES = ("B", "Hq", "Hk", "M", "N", "D", "E")
 _SIZE = re.compile(r"(B|Hq|Hk|M|N|D|E)(\d+)")
 _ARRAYS = re.compile(r"(lengths|documents|dense|blocksparse)\([^()]*?(?:block=(\d+))?\)")
-_TILE = 1024  # side of the squares in which pairs are counted
 _DOCUMENTS = 4  # how many a made mask has
 # Numbers of a case with more than this many are drawn on the device it runs on: a CPU draws 2^24
 # in about 0.2 s, and a long prefill has 2^28.
@@ -119,6 +120,25 @@ class Case:
         """Elements of q, k, v and do together."""
         rows = self.B * self.Hq * self.M * (self.D + self.E)
         return rows + self.B * self.Hk * self.N * (self.D + self.E)
+
+    def problem(self, learns: bool | None = None) -> Problem:
+        """What is asked, without any array: those of its mask count as hiding nothing.
+
+        learns  whether gradients are wanted; None: as the case says
+        """
+        axes = {"Hq": self.Hq, "M": self.M, "N": self.N, "1": 1}
+        learns = self.wants_grads or self.grad if learns is None else learns
+        return contiguous(
+            {name: int(getattr(self, name)) for name in _SIZES},
+            self.dtype,
+            self.mask,
+            softcap=self.softcap,
+            bias=tuple(axes[a] for a in self.bias.split(",")) if self.bias else None,
+            sinks=(self.Hq,) if self.sinks else None,
+            alibi=(self.Hq,) if self.alibi else None,
+            p=self.dropout,
+            grads="qkv" + "b" * bool(self.bias) + "s" * self.sinks if learns else "",
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -283,19 +303,15 @@ def mask_arrays(case: Case, random: torch.Generator) -> list[Tensor]:
 
 
 def visible_pairs(data: Data) -> int:
-    """How many (batch, head, query, key) are visible: counted from the mask, square by square."""
-    c = data.case
-    bound = Bound(data.mask, (c.B,), c.Hq, c.M, c.N, data.device)
-    total = 0
-    for i in range(0, c.M, _TILE):
-        rows = slice(i, min(i + _TILE, c.M))
-        low, high = bound.span(rows.start, rows.stop)
-        for j in range(low, high, _TILE):
-            keys = slice(j, min(j + _TILE, high))
-            shape = (c.B, c.Hq, rows.stop - rows.start, keys.stop - keys.start)
-            keep = bound.tile(Rectangle(slice(0, c.B), slice(0, c.Hq), rows, keys))
-            if isinstance(keep, Tensor):
-                total += int(keep.sum()) * (math.prod(shape) // max(keep.numel(), 1))
-            else:
-                total += math.prod(shape) if keep else 0
-    return total
+    """How many (batch, head, query, key) are visible.
+
+    Raises UnsupportedError where a mask over pairs is too large to be looked at.
+    """
+    found = pairs(data.case.problem(), data.mask.tensors)
+    if not found.exact:
+        raise UnsupportedError(
+            "The visible pairs of this mask are too many to be counted.",
+            {"case": data.case, "pairs, at most": f"{found.count:,}"},
+            "a smaller M and N.",
+        )
+    return found.count

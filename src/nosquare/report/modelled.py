@@ -7,8 +7,7 @@ from dataclasses import replace
 from ..bench.cases import Case
 from ..cost import Cost
 from ..device import Device
-from ..estimate import contiguous, cost
-from ..problem import Problem
+from ..estimate import cost
 
 
 def at_length(case: Case, n: int) -> Case:
@@ -16,28 +15,9 @@ def at_length(case: Case, n: int) -> Case:
     return replace(case, N=n, M=n if case.M == case.N else case.M)
 
 
-def problem_of(case: Case) -> Problem:
-    """What the case asks; its mask keeps the names of its arrays, which count as hiding nothing."""
-    c = case
-    sizes = {name: int(getattr(c, name)) for name in ("B", "Hq", "Hk", "M", "N", "D", "E")}
-    axes = {"Hq": c.Hq, "M": c.M, "N": c.N, "1": 1}
-    learns = c.wants_grads or c.grad
-    return contiguous(
-        sizes,
-        c.dtype,
-        c.mask,
-        softcap=c.softcap,
-        bias=tuple(axes[a] for a in c.bias.split(",")) if c.bias else None,
-        sinks=(c.Hq,) if c.sinks else None,
-        alibi=(c.Hq,) if c.alibi else None,
-        p=c.dropout,
-        grads="qkv" + "b" * bool(c.bias) + "s" * c.sinks if learns else "",
-    )
-
-
 def cost_of(case: Case, device: Device | None = None) -> Cost:
     """The account of a case; device: facts of where it ran, None: of a CPU like this one."""
-    return cost(problem_of(case), device)
+    return cost(case.problem(), device)
 
 
 def extra_bytes(case: Case) -> int:
