@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .backends import BACKWARD, FORWARD, discover
+from .backends import BACKWARD, FORWARD, discover, objections
 from .problem import Problem
 
 
@@ -46,7 +46,7 @@ def explain_problem(problem: Problem, name: str | None = None) -> Explanation:
         for backend_name, backend in discover().items():
             if name not in (None, backend_name):
                 continue
-            why = tuple(backend.refusals(problem, phase))
+            why = tuple(objections(backend, problem, phase, name is not None))
             reasons[phase, backend_name] = why
             if not why:
                 plans[phase, backend_name] = str(backend.plan(problem, phase))

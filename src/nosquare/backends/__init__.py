@@ -35,6 +35,9 @@ class Backend(Protocol):
               and what ran
     backward  gradients of q, k, v, bias, sinks (None where not wanted), and what ran
 
+    Where it can run a problem but another backend is faster, it may say so in yields(problem,
+    phase), which is heard only where the user names no backend.
+
     It may say two things more before it runs, each of (problem, plan, phase):
 
     workspace_bytes  that its receipt will name; None where that depends on the data
@@ -96,6 +99,13 @@ def named(name: str) -> Backend:
     return backends[name]
 
 
+def objections(backend: Backend, problem: Problem, phase: str, asked: bool = False) -> list[str]:
+    """Why a backend does not take the phase; asked for by name, only why it cannot."""
+    why = backend.refusals(problem, phase)
+    yields = getattr(backend, "yields", None)
+    return why if why or asked or yields is None else list(yields(problem, phase))
+
+
 def choose(problem: Problem, phase: str, name: str | None = None) -> Choice:
     """The backend for one phase of a problem. A named backend is taken or refused, never replaced.
 
@@ -104,7 +114,7 @@ def choose(problem: Problem, phase: str, name: str | None = None) -> Choice:
     reasons: dict[str, tuple[str, ...]] = {}
     candidates = discover() if name is None else {name: named(name)}
     for candidate, backend in candidates.items():
-        why = backend.refusals(problem, phase)
+        why = objections(backend, problem, phase, name is not None)
         if not why:
             return Choice(candidate, backend, backend.plan(problem, phase), reasons)
         reasons[candidate] = tuple(why)

@@ -1,0 +1,116 @@
+"""Decode: few query rows against many keys, cut into chunks of keys for all cores at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...inputs import Inputs
+from ...mask import Full
+from ...problem import Problem
+from ...receipt import Ran
+from . import pool
+from .call import LeafForm, bind, fill, one_batch
+from .compiled import compiled
+from .decode_kernel import CHUNK, Key, Sizes, write
+from .target import Target
+from .visible import core
+
+NAME = "llvm_cpu decode"
+ROWS = 16  # of a key head, at most: with more, products of whole tiles are faster
+# bytes of keys and values below which torch's own kernel is done sooner: of 16-bit types, which it
+# reads slowly; of float32 for several rows a key head, and for one
+SOON_SHORT, SOON_ROWS, SOON = 1 << 18, 1 << 20, 1 << 22
+ALONE = 1 << 18  # bytes of keys and values below which waking other cores costs more than it gives
+
+NO_MASK = LeafForm(Full, 1, 0, ())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decode on one target."""
+
+    target: Target
+    rows: int
+    sizes: Sizes
+
+    def __str__(self) -> str:
+        return f"decode, {self.target.isa}, {self.rows} rows a key head, chunks of {CHUNK} keys"
+
+
+def refusals(p: Problem) -> list[str]:
+    """Why this is no decoding, in words."""
+    why = []
+    if p.G * p.M > ROWS:
+        why.append(f"it decodes up to {ROWS} query rows a key head, and here are {p.G * p.M}")
+    if p.p > 0:
+        why.append("it decodes without dropout")
+    if p.packed:
+        why.append("it decodes no packed sequences")
+    if p.packed:
+        why.append("it decodes no packed sequences")
+    return why
+
+
+def slower(p: Problem) -> list[str]:
+    """Why torch's own kernel should decode, where there is so little to do that it is done before
+    this one has filled its block."""
+    plain = p.softcap is None and p.bias is None and p.sinks is None and p.alibi is None
+    plain = (
+        plain
+        and not p.packed
+        and p.D == p.E
+        and p.mask in ("full()", "causal(end)", "causal(start)")
+    )
+    soon = SOON_ROWS if p.G * p.M > 1 else SOON
+    read = _read_bytes(p, p.N)
+    if p.G * p.M > ROWS or not plain or read >= (soon if p.dtype == torch.float32 else SOON_SHORT):
+        return []
+    return [f"with {read:,} bytes of keys and values torch's own kernel is done sooner"]
+
+
+def plan(p: Problem, target: Target) -> Plan:
+    """How it would run."""
+    return Plan(target, p.G * p.M, Sizes.of(p.G * p.M, p.D, p.E, target))
+
+
+def workspace_bytes(p: Problem, plan: Plan) -> int | None:
+    """Parts and counters; None where the mask has arrays, which nobody has here."""
+    if "t0" in p.mask:
+        return None
+    parts = _parts(*bind(p).span(0, p.M))
+    return p.B * p.Hk * (parts * 4 * plan.sizes.part + 8)
+
+
+def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o, lse and what ran."""
+    filled = fill(p, x)
+    call = filled.call
+    low, high = filled.bound.span(0, p.M)
+    first, last = core(filled.bound, 0, p.M)
+    masked = not first <= low <= high <= last
+    form = filled.form if masked else replace(filled.form, mask=NO_MASK)
+    key = Key(form, p.G, p.M, masked)
+    code = compiled(("decode", key), plan.target, lambda: write(key, plan.target))
+    o, lse = p.empty_o(), torch.empty(p.lse_shape, dtype=torch.float32)
+    filled.point("o", one_batch(p, o))
+    filled.point("lse", lse.view(p.B, p.Hq, p.M))
+    heads, parts = p.B * p.Hk, _parts(low, high)
+    work = torch.empty(heads * parts * plan.sizes.part, dtype=torch.float32)
+    counters = torch.zeros(heads, dtype=torch.int64)
+    call.work, call.work2 = work.data_ptr(), counters.data_ptr()
+    call.x0, call.x1, call.x2 = parts, low, high
+    threads = torch.get_num_threads() if _read_bytes(p, high - low) >= ALONE else 1
+    pool.run(code.address("decode"), filled.address, heads * parts, threads)
+    return o, lse, Ran((f"{NAME} {plan.target.isa}",), 4 * work.numel() + 8 * heads)
+
+
+def _read_bytes(p: Problem, keys: int) -> int:
+    return p.B * p.Hk * keys * (p.D + p.E) * p.dtype.itemsize
+
+
+def _parts(low: int, high: int) -> int:
+    """Chunks that the keys of the span lie in; one where there are none, to write the results."""
+    return max(-(-high // CHUNK) - low // CHUNK, 1)
