@@ -85,6 +85,14 @@ def test_batch_invariance() -> None:
     assert torch.equal(*got)
 
 
+def test_plans_follow_the_number_of_threads() -> None:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found += ["threads" in plans(CASES["plain"])[0]]
+    assert found == [False, True]
+
+
 def test_workspace_is_that_of_all_threads() -> None:
     c = case(hq=2, hk=2)
     with ns.receipts() as log:

@@ -68,6 +68,8 @@ def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choi
     key += (v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if q.is_cuda:  # vector loads need 16 bytes; a CPU does not care
         key += (offset(q), offset(k), offset(v))
+    else:  # plans share the work among torch's threads
+        key += (torch.get_num_threads(),)
     for i, t in enumerate(x[3:9]):
         if t is not None:
             key += (i, t.shape, t.stride(), t.dtype, t.device)
