@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +17,22 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+import nosquare.adapters.transformers as adapter  # noqa: E402
+from nosquare.fit import heads  # noqa: E402
 from nosquare.fit.families import model_of  # noqa: E402
 from nosquare.fit.model import Model  # noqa: E402
+
+
+@pytest.fixture
+def one_thread_no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The adapter registered, one thread, and nothing said of what lies inside its operator."""
+    adapter.register()
+    monkeypatch.setattr(heads, "tile_bytes", lambda r, a: 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,

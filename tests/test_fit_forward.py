@@ -6,29 +6,27 @@ are alive. It cannot see inside nosquare's operator, so tiles are left out of bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import nosquare.adapters.transformers as adapter
-from fit_helpers import FAMILIES, config_of, live_forward_bytes, ours, real, torch
-from nosquare.fit import heads
+from fit_helpers import (
+    FAMILIES,
+    config_of,
+    live_forward_bytes,
+    one_thread_no_tiles,
+    ours,
+    real,
+    torch,
+)
 from nosquare.fit.forward import forward
 from nosquare.fit.pieces import Run
 
+__all__ = ["one_thread_no_tiles"]  # a fixture: pytest finds it here by name
+pytestmark = pytest.mark.usefixtures("one_thread_no_tiles")
+
 # B, M, past: two prefills, a chunk of one, a decoding step
 PREFILL, BATCH, CHUNK, DECODE = (1, 256, 0), (2, 256, 0), (2, 64, 256), (3, 1, 300)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    adapter.register()
-    monkeypatch.setattr(heads, "tile_bytes", lambda r, a: 0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def predicted(config: Any, B: int, M: int, past: int, dtype: Any, attention: str) -> int:

@@ -7,32 +7,22 @@ as here. A usual vocabulary makes the loss the peak, which is exact again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import nosquare.adapters.transformers as adapter
-from fit_helpers import FAMILIES, Live, config_of, ours, real, torch
-from nosquare.fit import heads
+from fit_helpers import FAMILIES, Live, config_of, one_thread_no_tiles, ours, real, torch
 from nosquare.fit.forward import forward
 from nosquare.fit.pieces import Run
 from nosquare.fit.training import training
+
+__all__ = ["one_thread_no_tiles"]  # a fixture: pytest finds it here by name
+pytestmark = pytest.mark.usefixtures("one_thread_no_tiles")
 
 B, M = 2, 192
 SMALL = 64  # bytes: the loss is a number, kept twice; and how many labels count
 # how far the estimate of a peak inside a layer may be off; the largest seen is 9% too much
 ESTIMATE = 0.10
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    adapter.register()
-    monkeypatch.setattr(heads, "tile_bytes", lambda r, a: 0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def step(config: Any, attention: str, dtype: Any) -> tuple[int, int]:

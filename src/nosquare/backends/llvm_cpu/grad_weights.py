@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import scores
+from .bits import lanes_of, to_bf16
 from .call import Args, Form
 from .elementary import exp2_gradual
 from .grad_packing import KEYS, STEP, two
@@ -135,7 +136,7 @@ class Weights:
             s, bent = scores.score(f, args, form, place, z * scores.factor(args, form))
             t = (s + lse) * LOG2E if self.natural else s + lse
         p = exp2_gradual(f, t)
-        keep = None if row.seen is None else _lanes(f, row.seen >> c, w)
+        keep = None if row.seen is None else lanes_of(f, row.seen >> c, w)
         if summing:
             row.total.value = row.total.value + (p if keep is None else f.select(keep, p, 0.0))
             return p, p
@@ -181,23 +182,8 @@ class Weights:
         """p and ds of two rows rounded to bfloat16, in pairs along queries; ds along keys too."""
         f, at = self.f, self.at
         for n, name in enumerate(("p_pairs", "ds_pairs")):
-            low, high = (_rounded(f, row[n]) for row in both)
+            low, high = (to_bf16(f, row[n]) for row in both)
             f.store(at[name] + (r // 2 * STEP + c), two(low, high))
             if name == "ds_pairs":
                 for row, half in ((0, low), (1, high)):
                     f.store(at["ds_rows"].pointing_at("i16") + ((r + row) * STEP + c), half)
-
-
-def _rounded(f: Function, x: Value) -> Value:
-    """float32 to the bits of the nearest bfloat16."""
-    name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * x.lanes}"
-    to = f"<{x.lanes} x bfloat>"
-    f.module.declarations[name] = f"declare {to} @{name}({x.type})"
-    half = f.emit(f"call {to} @{name}({x.type} {x.name})", "bf16", x.lanes)
-    return f.emit(f"bitcast {to} {half.name} to <{x.lanes} x i16>", "i16", x.lanes)
-
-
-def _lanes(f: Function, bits: Value, lanes: int) -> Value:
-    """The low bits of an i64 as an i1 for each lane."""
-    low = f.emit(f"trunc i64 {bits.name} to i{lanes}", f"i{lanes}")
-    return f.emit(f"bitcast i{lanes} {low.name} to <{lanes} x i1>", "i1", lanes)
