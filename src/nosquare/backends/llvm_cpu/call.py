@@ -19,10 +19,11 @@ float32, ids of a mask in uint8 as int64. What the code (not the data) depends o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +32,13 @@ from ...axes import lay_out_bias, per_head
 from ...bound import Bound
 from ...dropout import realised_rate, threshold
 from ...inputs import Inputs
-from ...mask import Both, Mask
+from ...mask import Both, Full, Mask
 from ...problem import Problem
 from ...spelling import parse
 from .ir import Function, Value
+
+_Plan = TypeVar("_Plan")
+_Made = TypeVar("_Made")
 
 KINDS = {
     **{torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"},
@@ -58,6 +62,7 @@ FIELDS = [
     *(*_STRIDES, *_SIZES, *_DROPOUT, *_REALS, *_OWN),
 ]
 _AT = {name: at for at, name in enumerate(FIELDS)}
+OUTLINES = 256  # problems whose outlines are remembered: each may hold a few integers a query
 
 
 class Call(ctypes.Structure):
@@ -118,17 +123,19 @@ class Form:
     @property
     def pointers(self) -> dict[str, str]:
         """Elements that the arrays of the block have; float32 where nothing is said."""
-        given = dict.fromkeys("q k v o do dq dk dv".split(), self.dtype)
+        given = dict.fromkeys("q k v o do dk dv".split(), self.dtype)
         return given | ({"bias": self.bias} if self.bias else {})
 
 
 class Filled(NamedTuple):
-    """A block, what its code depends on, the tensors that must live as long as it, and the mask."""
+    """A block, what its code depends on, the tensors that must live as long as it, the mask, and
+    what the call has in common with others."""
 
     call: Call
     form: Form
     alive: list[Any]
     bound: Bound
+    outline: Outline
 
     def point(self, name: str, t: Tensor) -> None:
         """Let an array of the block be this tensor, with an axis for each of AXES[name] (and one
@@ -145,19 +152,27 @@ class Filled(NamedTuple):
 def point(call: Call, name: str, t: Tensor) -> None:
     """See Filled.point."""
     setattr(call, name, t.data_ptr())
-    for field, size, stride in zip(_STRIDES_OF[name], t.shape, t.stride(), strict=False):
+    _step(call, name, t.shape, t.stride())
+
+
+def _step(call: Call, name: str, sizes: Sequence[int], strides: Sequence[int]) -> None:
+    for field, size, stride in zip(_STRIDES_OF[name], sizes, strides, strict=False):
         setattr(call, field, stride if size > 1 else 0)
 
 
 def even(problem: Problem) -> bool:
     """Whether one stride steps through the batch axes of each of q, k and v, so that none of them
     has to be copied."""
-    batch = problem.batch
     return all(
-        1 in batch[a : a + 2] or s[a] == s[a + 1] * batch[a + 1]
-        for s in problem.strides
-        for a in range(len(batch) - 1)
+        outer == inner * size
+        for strides in problem.strides
+        for (_, outer), (size, inner) in pairwise(_varying(problem, strides))
     )
+
+
+def _varying(p: Problem, strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Size and stride of the batch axes that have more than one entry."""
+    return [(n, s) for n, s in zip(p.batch, strides, strict=False) if n > 1]
 
 
 def one_batch(problem: Problem, t: Tensor) -> Tensor:
@@ -177,66 +192,149 @@ def _bind(mask: str, batch: tuple[int, ...], heads: int, m: int, n: int) -> Boun
     return Bound(parse(mask), batch, heads, m, n)
 
 
-def fill(problem: Problem, x: Inputs) -> Filled:
-    """The block of a call, without outputs and cotangents: `point` adds them."""
-    p, call, alive = problem, Call(), []
-    bound = bind(p, x.arrays)
-    for name, t in zip("qkv", (x.q, x.k, x.v), strict=True):
-        point(call, name, one_batch(p, t))
-    for name, given in (("sinks", x.sinks), ("alibi", x.alibi)):
-        if given is not None:
-            alive.append(per_head(given, p.batch, p.Hq)[..., 0, 0].float())
-            point(call, name, alive[-1])
-    bias = None if x.bias is None else lay_out_bias(x.bias, p.batch)
-    if bias is not None:
-        alive.append(bias)
-        point(call, "bias", bias)
+class Outline(NamedTuple):
+    """What all calls of a problem have in common.
+
+    image  the block without addresses: sizes, numbers, strides of q, k and v, and of o and lse as
+           `outputs` makes them
+    form   without what a bias and the arrays of a mask say of themselves
+    bound  the mask, None where it has arrays; table: its numbers, which the image points at
+    bare   whether q, k and v are all that a call adds
+    o, lse shape and strides of each
+    ready  what kernels have made: see `prepared`
+    """
+
+    image: bytes
+    form: Form
+    bound: Bound | None
+    table: list[Any]
+    bare: bool
+    o: tuple[tuple[int, ...], tuple[int, ...]]
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    ready: dict[Any, Any]
+
+
+@lru_cache(maxsize=OUTLINES)
+def outline(p: Problem) -> Outline:
+    """See Outline; of a problem that is not packed."""
+    call, no_mask = Call(), LeafForm(Full, 1, 0, ())
+    table: list[Any] = []
+    m, n = (p.Hq, p.M), (p.Hk, p.N)
+    for name, sizes, strides in zip("qkv", (m, n, n), p.strides, strict=True):
+        entry = [stride for _, stride in _varying(p, strides)] or [0]
+        _step(call, name, (p.B, *sizes), (entry[-1], *strides[-3:-1]))
+    new = replace(p, device=torch.device("meta")).empty_o()
+    lse = torch.empty(p.lse_shape, device="meta")
+    for name, t in (("o", one_batch(p, new)), ("lse", lse.view(p.B, *m))):
+        _step(call, name, t.shape, t.stride())
     for name in _SIZES:
         setattr(call, name, getattr(p, name))
     call.scale, call.softcap = p.scale, p.softcap or 0.0
     call.kept = 1.0 - realised_rate(p.p)
-    if p.p > 0 and x.seed is not None:
-        call.seed, call.threshold = int(x.seed), threshold(p.p)
+    if p.p > 0:
+        call.threshold = threshold(p.p)
         call.off_b, call.off_h, call.off_i, call.off_j = p.offsets
+    bound = None if "t0" in p.mask else bind(p)
     form = Form(
         dtype=KINDS[p.dtype],
         D=p.D,
         E=p.E,
-        mask=_fill_mask(bound, call, alive),
+        mask=no_mask if bound is None else _fill_mask(bound, call, table),
         softcap=p.softcap is not None,
-        bias=None if bias is None else KINDS[bias.dtype],
-        bias_keys=bias is not None and bias.shape[3] > 1,
-        bias_unit=bias is not None and bias.stride(3) == 1,
-        sinks=x.sinks is not None,
-        alibi=x.alibi is not None,
+        bias=None,
+        bias_keys=False,
+        bias_unit=False,
+        sinks=p.sinks is not None,
+        alibi=p.alibi is not None,
         dropout=p.p > 0,
     )
-    return Filled(call, form, alive, bound)
+    bare = bound is not None and p.p == 0 and p.bias is p.sinks is p.alibi is None
+    shapes = (p.o_shape, new.stride()), (p.lse_shape, lse.stride())
+    return Outline(bytes(call), form, bound, table, bare, *shapes, {})
+
+
+def fill(problem: Problem, x: Inputs) -> Filled:
+    """The block of a call, without outputs and cotangents: `outputs` and `point` add them."""
+    known = outline(problem)
+    call = Call.from_buffer_copy(known.image)
+    call.q, call.k, call.v = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr()
+    if known.bare and known.bound is not None:
+        return Filled(call, known.form, [], known.bound, known)
+    return _fill_more(problem, x, call, known)
+
+
+def _fill_more(p: Problem, x: Inputs, call: Call, known: Outline) -> Filled:
+    form, bound, alive = known.form, known.bound, []
+    for name, given in (("sinks", x.sinks), ("alibi", x.alibi)):
+        if given is not None:
+            alive.append(per_head(given, p.batch, p.Hq)[..., 0, 0].float())
+            point(call, name, alive[-1])
+    if x.bias is not None:
+        bias = lay_out_bias(x.bias, p.batch)
+        alive.append(bias)
+        point(call, "bias", bias)
+        kind, keys, unit = KINDS[bias.dtype], bias.shape[3] > 1, bias.stride(3) == 1
+        form = replace(form, bias=kind, bias_keys=keys, bias_unit=unit)
+    if p.p > 0 and x.seed is not None:
+        call.seed = int(x.seed)
+    if bound is None:
+        bound = bind(p, x.arrays)
+        form = replace(form, mask=_fill_mask(bound, call, alive))
+    return Filled(call, form, alive, bound, known)
+
+
+def outputs(p: Problem, filled: Filled) -> tuple[Tensor, Tensor]:
+    """o and lse of a problem that is not packed, empty; the block of `fill` points at them."""
+    call, known = filled.call, filled.outline
+    # by its strides: that is the fastest way to have a tensor made
+    o = torch.empty_strided(*known.o, dtype=p.dtype)
+    lse = torch.empty_strided(*known.lse, dtype=torch.float32)
+    call.o, call.lse = o.data_ptr(), lse.data_ptr()
+    return o, lse
+
+
+def prepared(
+    make: Callable[[Problem, _Plan, Filled], _Made], p: Problem, plan: _Plan, filled: Filled
+) -> _Made:
+    """What `make` prepares for all calls of a plan and a form: make(p, plan, filled), remembered.
+    It may hold nothing of the one call that it was made for."""
+    kept, whole = filled.outline.ready, filled.form is filled.outline.form
+    key = plan if whole else (plan, filled.form)
+    found: _Made | None = kept.get(key)
+    if found is None:
+        found = kept[key] = make(p, plan, filled)
+    return found
 
 
 def _fill_mask(whole: Bound, call: Call, alive: list[Any]) -> MaskForm:
     numbers: list[int] = []
     words: list[int] = []
-
-    def form(bound: Bound) -> MaskForm:
-        if bound.parts:
-            assert isinstance(bound.mask, Both)
-            return JoinForm(bound.mask.sign, tuple(form(part) for part in bound.parts))
-        numbers.extend(bound.numbers)
-        arrays = [a.long() if a.dtype == torch.uint8 else a for a in bound.arrays]
-        alive.extend(arrays)
-        for a in arrays:
-            steps = [s if n > 1 else 0 for n, s in zip(a.shape, a.stride(), strict=True)]
-            words.extend((a.data_ptr(), *steps))
-        forms = (
-            ArrayForm(KINDS[a.dtype], a.shape[3] > 1, a.stride(3) == 1 and bound.block == 1)
-            for a in arrays
-        )
-        return LeafForm(type(bound.mask), bound.block, len(bound.numbers), tuple(forms))
-
-    found = form(whole)
+    found = _mask_form(whole, numbers, words, alive)
     call.numbers, call.arrays = _table(numbers, alive), _table(words, alive)
     return found
+
+
+def _mask_form(bound: Bound, numbers: list[int], words: list[int], alive: list[Any]) -> MaskForm:
+    """The form of a mask; its numbers, the words of its arrays and these arrays are appended.
+
+    Not a function inside another one: that would refer to itself, and what it has seen (the
+    tensors of the call among it) would wait for Python's collector of cycles.
+    """
+    if bound.parts:
+        assert isinstance(bound.mask, Both)
+        parts = tuple(_mask_form(part, numbers, words, alive) for part in bound.parts)
+        return JoinForm(bound.mask.sign, parts)
+    numbers.extend(bound.numbers)
+    arrays = [a.long() if a.dtype == torch.uint8 else a for a in bound.arrays]
+    alive.extend(arrays)
+    for a in arrays:
+        steps = [s if n > 1 else 0 for n, s in zip(a.shape, a.stride(), strict=True)]
+        words.extend((a.data_ptr(), *steps))
+    forms = (
+        ArrayForm(KINDS[a.dtype], a.shape[3] > 1, a.stride(3) == 1 and bound.block == 1)
+        for a in arrays
+    )
+    return LeafForm(type(bound.mask), bound.block, len(bound.numbers), tuple(forms))
 
 
 def _table(values: Iterable[int], alive: list[Any]) -> int:

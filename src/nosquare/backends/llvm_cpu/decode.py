@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from ...mask import Full
 from ...problem import Problem
 from ...receipt import Ran
 from . import pool
-from .call import LeafForm, bind, fill, one_batch
+from .call import Filled, LeafForm, bind, fill, outputs, prepared
 from .compiled import compiled
 from .decode_kernel import CHUNK, Key, Sizes, write
 from .target import Target
@@ -25,6 +27,7 @@ ROWS = 16  # of a key head, at most: with more, products of whole tiles are fast
 SOON_SHORT, SOON_ROWS, SOON = 1 << 18, 1 << 20, 1 << 22
 ALONE = 1 << 18  # bytes of keys and values below which waking other cores costs more than it gives
 
+LINE = 64  # bytes of a cache line: parts begin at one
 NO_MASK = LeafForm(Full, 1, 0, ())
 
 
@@ -80,31 +83,69 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
     """Parts and counters; None where the mask has arrays, which nobody has here."""
     if "t0" in p.mask:
         return None
-    parts = _parts(*bind(p).span(0, p.M))
-    return p.B * p.Hk * (parts * 4 * plan.sizes.part + 8)
+    return _work_bytes(p.B * p.Hk, _parts(*bind(p).span(0, p.M)), plan)
+
+
+class _Ready(NamedTuple):
+    """What all calls of one plan and form have in common.
+
+    span   of keys that some row sees, `parts` chunks of them a key head
+    head   bytes of the counters at the start of the workspace, one a key head
+    wide   whether it is worth waking other cores
+    """
+
+    address: int
+    items: int
+    parts: int
+    span: tuple[int, int]
+    head: int
+    words: int
+    wide: bool
+    ran: Ran
 
 
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
     filled = fill(p, x)
-    call = filled.call
+    call, own = filled.call, prepared(_prepare, p, plan, filled)
+    o, lse = outputs(p, filled)
+    work = torch.empty(own.words, dtype=torch.float32)
+    call.work2 = work.data_ptr()
+    call.work = call.work2 + own.head
+    ctypes.memset(call.work2, 0, own.head)
+    call.x0, (call.x1, call.x2) = own.parts, own.span
+    threads = torch.get_num_threads() if own.wide else 1
+    pool.run(own.address, filled.address, own.items, threads)
+    return o, lse, own.ran
+
+
+def _prepare(p: Problem, plan: Plan, filled: Filled) -> _Ready:
     low, high = filled.bound.span(0, p.M)
     first, last = core(filled.bound, 0, p.M)
     masked = not first <= low <= high <= last
     form = filled.form if masked else replace(filled.form, mask=NO_MASK)
     key = Key(form, p.G, p.M, masked)
     code = compiled(("decode", key), plan.target, lambda: write(key, plan.target))
-    o, lse = p.empty_o(), torch.empty(p.lse_shape, dtype=torch.float32)
-    filled.point("o", one_batch(p, o))
-    filled.point("lse", lse.view(p.B, p.Hq, p.M))
     heads, parts = p.B * p.Hk, _parts(low, high)
-    work = torch.empty(heads * parts * plan.sizes.part, dtype=torch.float32)
-    counters = torch.zeros(heads, dtype=torch.int64)
-    call.work, call.work2 = work.data_ptr(), counters.data_ptr()
-    call.x0, call.x1, call.x2 = parts, low, high
-    threads = torch.get_num_threads() if _read_bytes(p, high - low) >= ALONE else 1
-    pool.run(code.address("decode"), filled.address, heads * parts, threads)
-    return o, lse, Ran((f"{NAME} {plan.target.isa}",), 4 * work.numel() + 8 * heads)
+    ran = Ran((f"{NAME} {plan.target.isa}",), _work_bytes(heads, parts, plan))
+    return _Ready(
+        address=code.address("decode"),
+        items=heads * parts,
+        parts=parts,
+        span=(low, high),
+        head=_head_bytes(heads),
+        words=_work_bytes(heads, parts, plan) // 4,
+        wide=_read_bytes(p, high - low) >= ALONE,
+        ran=ran,
+    )
+
+
+def _work_bytes(heads: int, parts: int, plan: Plan) -> int:
+    return _head_bytes(heads) + 4 * heads * parts * plan.sizes.part
+
+
+def _head_bytes(heads: int) -> int:
+    return -(-8 * heads // LINE) * LINE
 
 
 def _read_bytes(p: Problem, keys: int) -> int:

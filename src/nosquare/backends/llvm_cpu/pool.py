@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compiled import compiled
 from .ir import Module
@@ -37,16 +38,16 @@ def run(kernel: int, block: int, items: int, threads: int) -> None:
     threads = min(threads, items)
     worker = _worker()
     if threads <= 1:
-        _WORKER(worker)(address)
+        worker.alone(address)
         return
     openmp = _openmp() if os.getpid() == _HOME else None
     if openmp is not None:
-        openmp(worker, address, threads, 0)
+        openmp(worker.address, address, threads, 0)
         return
-    others = [threading.Thread(target=_WORKER(worker), args=(address,)) for _ in range(1, threads)]
+    others = [threading.Thread(target=worker.alone, args=(address,)) for _ in range(1, threads)]
     for thread in others:
         thread.start()
-    _WORKER(worker)(address)
+    worker.alone(address)
     for thread in others:
         thread.join()
 
@@ -67,8 +68,17 @@ def _openmp() -> Any:
     return entry
 
 
-def _worker() -> int:
-    return compiled("pool", host(), _write).address("worker")
+class _Worker(NamedTuple):
+    """Takes items of a region until none is left: for C, and for this thread."""
+
+    address: int
+    alone: Callable[[int], None]
+
+
+@cache
+def _worker() -> _Worker:
+    address = compiled("pool", host(), _write).address("worker")
+    return _Worker(address, _WORKER(address))
 
 
 def _write() -> Module:
