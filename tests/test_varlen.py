@@ -16,6 +16,7 @@ from nosquare.api import varlen_state
 
 # sequences without queries, without keys, without either, and longer than the others
 LQ, LK = [7, 0, 5, 0, 30, 1], [9, 4, 0, 0, 21, 40]
+Lengths = tuple[list[int], list[int]]  # of the queries and of the keys of each sequence
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +35,21 @@ def packed(
     d: int = 8,
     e: int = 8,
     tail: int = 3,
+    lengths: Lengths = (LQ, LK),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v with `tail` tokens that no sequence owns, full of NaN."""
-    q = rnd(sum(LQ) + tail, hq, d, seed=1, dtype=dtype)
-    k, v = (rnd(sum(LK) + tail, hk, w, seed=s, dtype=dtype) for w, s in ((d, 2), (e, 3)))
+    m, n = (sum(of) + tail for of in lengths)
+    q = rnd(m, hq, d, seed=1, dtype=dtype)
+    k, v = (rnd(n, hk, w, seed=s, dtype=dtype) for w, s in ((d, 2), (e, 3)))
     for t in (q, k, v):
         t[t.shape[0] - tail :] = NAN
     return q, k, v
 
 
-def alone(b: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Case:
+def alone(b: int, x: list[Tensor], options: dict[str, Any], lengths: Lengths = (LQ, LK)) -> Case:
     """Sequence b as a case of its own, with its own length, dropout offsets and number of keys."""
-    cq, ck = offsets(LQ).tolist(), offsets(LK).tolist()
+    q, k, v = x
+    cq, ck = (offsets(of).tolist() for of in lengths)
     own = [t[lo:hi].transpose(0, 1) for t, (lo, hi) in zip(
         (q, k, v), ((cq[b], cq[b + 1]), (ck[b], ck[b + 1]), (ck[b], ck[b + 1])), strict=True
     )]  # fmt: skip
@@ -54,7 +58,7 @@ def alone(b: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> C
         first, *rest = drop.offsets
         mine["dropout"] = ns.Dropout(drop.p, drop.seed, (first + b, *rest))
     if (mask := options.get("mask")) is not None:
-        arrays = [t.expand(len(LQ))[b] for t in mask.tensors]
+        arrays = [t.expand(len(lengths[0]))[b] for t in mask.tensors]
         mine["mask"] = ns.parse(str(mask), arrays)
     return Case(*own, mine)
 
@@ -84,24 +88,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_each_sequence_is_as_if_alone(options: str, dtype: torch.dtype) -> None:
+    compare(packed(dtype, e=6), OPTIONS[options])
+
+
+def compare(
+    x: tuple[Tensor, Tensor, Tensor],
+    given: dict[str, Any],
+    lengths: Lengths = (LQ, LK),
+    backend: str | None = None,
+) -> None:
     """o, lse and all gradients of every sequence against the oracle of that sequence; with a
     tail of NaN, whose output is 0, whose lse is -inf and whose gradients are 0."""
-    given = OPTIONS[options]
-    q, k, v = (t.requires_grad_() for t in packed(dtype, e=6))
-    sinks = given["sinks"].clone().requires_grad_() if "sinks" in given else None
-    got = varlen_state(q, k, v, offsets(LQ), offsets(LK), **{**given, "sinks": sinks})
-    do, dlse = rnd(*got.o.shape, seed=7, dtype=dtype), rnd(*got.lse.shape, seed=8).to(got.lse.dtype)
-    do[sum(LQ) :] = NAN
-    leaves = [q, k, v] + ([] if sinks is None else [sinks])
+    used, (cq, ck) = [sum(of) for of in lengths], (offsets(of).tolist() for of in lengths)
+    leaves = [t.requires_grad_() for t in x]
+    if "sinks" in given:
+        leaves.append(given["sinks"].clone().requires_grad_())
+        given = {**given, "sinks": leaves[3]}
+    got = varlen_state(*leaves[:3], *(offsets(of) for of in lengths), **given, backend=backend)
+    do, dlse = rnd(*got.o.shape, seed=7, dtype=x[0].dtype), rnd(*got.lse.shape, seed=8)
+    do[used[0] :], dlse = NAN, dlse.to(got.lse.dtype)
     dq, dk, dv, *rest = torch.autograd.grad([got.o, got.lse], leaves, [do, dlse])
-    cq, ck = offsets(LQ).tolist(), offsets(LK).tolist()
     total, room = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    for b in range(len(LQ)):
+    for b in range(len(lengths[0])):
         rows, cols = slice(cq[b], cq[b + 1]), slice(ck[b], ck[b + 1])
-        c = alone(b, q.detach(), k.detach(), v.detach(), given)
+        c = alone(b, [t.detach() for t in x], given, lengths)
         own_do, own_dlse = do[rows].transpose(0, 1), dlse[:, rows]
         allowed = bounds(Exact.of(c), own_do, own_dlse)
-        exact = {n: t.double().requires_grad_() for n, t in c.tensors().items()}
+        exact = {n: t.detach().double().requires_grad_() for n, t in c.tensors().items()}
         want = oracle.attention(**{**c.options, **exact})
         close("o", got.o[rows].transpose(0, 1), want.o, allowed["o"])
         close("lse", got.lse[:, rows], want.lse, allowed["lse"])
@@ -110,14 +123,14 @@ def test_each_sequence_is_as_if_alone(options: str, dtype: torch.dtype) -> None:
         )
         for name, g, w in zip("qkv", (dq[rows], dk[cols], dv[cols]), grads, strict=False):
             close(f"d{name} of sequence {b}", g.transpose(0, 1), w, allowed[name])
-        if sinks is not None:
+        if rest:
             total, room = total + grads[3], room + allowed["sinks"]
-    if sinks is not None:
+    if rest:
         close("dsinks", rest[0], total, room)
-    assert not got.o[sum(LQ) :].any()
-    assert got.lse[:, sum(LQ) :].isneginf().all()
-    for g, used in ((dq, sum(LQ)), (dk, sum(LK)), (dv, sum(LK))):
-        assert not g[used:].any()
+    assert not got.o[used[0] :].any()
+    assert got.lse[:, used[0] :].isneginf().all()
+    for g, owned in ((dq, used[0]), (dk, used[1]), (dv, used[1])):
+        assert not g[owned:].any()
 
 
 def test_the_comparison_can_fail() -> None:
@@ -125,7 +138,7 @@ def test_the_comparison_can_fail() -> None:
     q, k, v = packed()
     drop = ns.Dropout(0.5, 5)
     got = ns.attention_varlen(q, k, v, offsets(LQ), offsets(LK), dropout=drop)
-    c = alone(4, q, k, v, {"dropout": ns.Dropout(0.5, 5, (0, 0, sum(LQ[:4]), sum(LK[:4])))})
+    c = alone(4, [q, k, v], {"dropout": ns.Dropout(0.5, 5, (0, 0, sum(LQ[:4]), sum(LK[:4])))})
     x = Exact.of(c)
     with pytest.raises(AssertionError):
         close(

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from .call import Args
+from .call import FIELDS, Args
 from .elementary import exp2_gradual
 from .grad_packing import KEYS, STEP, TILE, Packer, Room
 from .grad_product import ROWS, Product
@@ -30,15 +30,22 @@ from .target import Target
 from .visible import Place, visible
 
 TABLE = 4  # int64 of a tile of queries: keys it may see [lo, hi), keys all of it sees [lo, hi)
-# numbers of a kernel's own in the block, by their use here
-OWN = ("splits", "rows", "table", "entries", "heads", "scratch", "facts")
+# numbers of a kernel's own in the block, by their use here; share: rows of workspace of one split
+OWN = ("splits", "rows", "table", "entries", "heads", "scratch", "share")
 
 
 def write(s: Spec, target: Target) -> Module:
-    """The module, with the function item(block, item, worker)."""
+    """The module, with the function item(block, number, worker); and packed(blocks, ...), where
+    every entry has a block of its own."""
     module = Module()
     f = module.function("item", block="i64*", number="i64", worker="i64")
     _Kernel(f, s, target).item()
+    f = module.function("packed", blocks="i64*", number="i64", worker="i64")
+    blocks, number, worker = f.parameters
+    args = Args(f, blocks, s.form)
+    heads, splits = (getattr(args, f"x{OWN.index(name)}") for name in ("heads", "splits"))
+    block = blocks + number // (args.Hk // heads * splits) * len(FIELDS)
+    f.emit(f"call void @item(ptr {block.name}, i64 {number.name}, i64 {worker.name}) noinline")
     return module
 
 
@@ -96,9 +103,9 @@ class _Kernel:
         args = self.args
         with self.f.loop(0, args.G) as g:
             h = hk * args.G + g
-            row = ((split * args.B + b) * args.Hq + h) * self.own("rows")
-            facts = self.address("facts", "f32") + row * FACTS
-            yield Head(b, h, hk, facts, args.work2 + row * self.room.D)
+            before = split * self.own("share")
+            facts = args.row("delta", b, h) + before * FACTS
+            yield Head(b, h, hk, facts, args.row("dq", b, h) + before * self.room.D)
 
     @contextmanager
     def panels(self, first: Operand, step: Operand, b: Value, hk: Value) -> Iterator[Panel]:

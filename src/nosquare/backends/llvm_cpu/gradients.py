@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from . import pool
 from .call import Filled, fill
 from .compiled import compiled
 from .grad_kernel import OWN, TABLE, write
+from .grad_packed import Pack, blocks, heads_first, overlaid
 from .grad_packing import KEYS, TILE, Room, padded
 from .grad_weights import FACTS, Spec
 from .target import Target
@@ -57,6 +59,7 @@ def slower(p: Problem) -> list[str]:
     extras = (p.softcap, p.bias, p.sinks, p.alibi, p.p or None)
     causal = p.mask in ("causal(end)", "causal(start)") and p.M == p.N
     plain = extras == (None,) * 5 and p.D == p.E and (causal or p.mask == "full()")
+    plain = plain and not p.packed
     work = p.B * p.Hq * p.M * p.N * p.D
     if plain and work < (SOON_CAUSAL if causal else SOON).get(p.dtype, SOON_SHORT):
         return [f"at {work:,} products a pass torch's own backward is done sooner"]
@@ -64,7 +67,10 @@ def slower(p: Problem) -> list[str]:
 
 
 def workspace_bytes(p: Problem, plan: Plan) -> int | None:
-    """Bytes that its receipt will name; None never."""
+    """Bytes that its receipt will name; None where they depend on the lengths of packed
+    sequences."""
+    if p.packed:
+        return None
     rows = padded(p.M, TILE)
     room = Room(p.D, p.E, plan.target, _in_pairs(p, plan.target))
     words = plan.splits * p.B * p.Hq * rows * (FACTS + room.D) + plan.threads * room.words
@@ -86,18 +92,18 @@ def plan(p: Problem, target: Target) -> Plan:
     if bias is None or bias[2] > 1:
         panels = -(-p.N // KEYS)
         splits = 1 if units >= 4 * threads else threads // math.gcd(units, threads)
-        splits = min(splits, panels)
+        if not p.packed:  # a sequence is shared out alike whatever it is packed with
+            splits = min(splits, panels)
     return Plan(entries, heads, splits, threads, target)
 
 
-def table(bound: Bound, rows: int) -> Tensor:
-    """For each tile of queries, the keys [lo, hi) that it may see and those that all of it sees:
-    (rows / TILE, 4) int64."""
+def table(bound: Bound, rows: int) -> list[tuple[int, ...]]:
+    """For each tile of queries, the keys [lo, hi) that it may see and those that all of it sees."""
     found = []
     for i0 in range(0, rows, TILE):
         i1 = min(i0 + TILE, bound.m)
         found.append((*bound.span(i0, i1), *core(bound, i0, i1)))
-    return torch.tensor(found, dtype=torch.int64)
+    return found
 
 
 @dataclass
@@ -105,22 +111,21 @@ class _Space:
     """What backward works in, and what it gives.
 
     facts (splits, B, Hq, rows, 4) and dq (splits, B, Hq, rows, D to whole vectors) float32;
-    dk, dv (B, Hk, N, width) in the dtype of the inputs; dbias float32 as the kernel indexes it
+    dk, dv as k and v; dbias float32 as the kernel indexes it. Packed sequences share the rows of
+    one entry.
     """
 
     facts: Tensor
     dq: Tensor
     scratch: Tensor
-    spans: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
 
     @property
     def bytes(self) -> int:
-        """Beyond inputs and outputs."""
-        own = (self.facts, self.dq, self.scratch, self.spans)
-        return sum(t.numel() * t.element_size() for t in own)
+        """Beyond inputs and outputs, and the table of spans."""
+        return sum(t.numel() * t.element_size() for t in (self.facts, self.dq, self.scratch))
 
 
 def backward(
@@ -132,47 +137,58 @@ def backward(
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, bias, sinks (None where not wanted), and what ran."""
     p, target = problem, plan.target
-    filled = fill(p, x)
-    lse = saved[1].reshape(p.B, p.Hq, p.M)
+    pack = Pack.of(p, x, TILE) if p.packed else None
+    whole = fill(*overlaid(p, x)) if pack else fill(p, x)
+    lse = saved[1]
     large = bool(((lse.abs() > LARGE_LSE) & (lse > -math.inf)).any())
-    dbias = "b" in p.grads and x.bias is not None
-    spec = Spec(filled.form, _in_pairs(p, target), dbias, large)
-    space = _space(p, plan, x, filled, spec)
-    _point(p, filled, (saved[0], lse), cotangents, space)
+    spec = Spec(whole.form, _in_pairs(p, target), "b" in p.grads and x.bias is not None, large)
+    space = _space(p, plan, x, spec, pack)
+    _point(p, whole, saved, cotangents, space)
+    bounds = pack.bounds(p, x) if pack else [whole.bound]
+    tables = [table(bound, padded(bound.m, TILE)) for bound in bounds]
+    spans = torch.tensor([words for tiles in tables for words in tiles], dtype=torch.int64)
     own = {
         "splits": plan.splits,
         "rows": padded(p.M, TILE),
-        "table": space.spans.data_ptr(),
+        "table": spans.data_ptr(),
         "entries": plan.entries,
         "heads": plan.heads,
         "scratch": space.scratch.shape[1],
-        "facts": space.facts.data_ptr(),
+        "share": math.prod(space.facts.shape[1:4]),
     }
     for n, name in enumerate(OWN):
-        setattr(filled.call, f"x{n}", own[name])
+        setattr(whole.call, f"x{n}", own[name])
     code = compiled(("backward", spec), target, lambda: write(spec, target))
     items = p.B // plan.entries * (p.Hk // plan.heads) * plan.splits
-    pool.run(code.address("item"), filled.address, items, plan.threads)
+    if pack:
+        rows = {"rows": [b - a for a, b in pairwise(pack.rows)]}
+        starts = [spans.data_ptr() + 8 * TABLE * (row // TILE) for row in pack.rows[:-1]]
+        rows |= {"table": starts}
+        each = blocks(whole, pack, bounds, {f"x{OWN.index(name)}": v for name, v in rows.items()})
+        pool.run(code.address("packed"), each.data_ptr(), items, plan.threads)
+    else:
+        pool.run(code.address("item"), whole.address, items, plan.threads)
     name = f"llvm {target.isa} backward" + (" bf16 products" if spec.pairs else "")
-    return _gradients(p, x, lse, space), Ran((name,), space.bytes, ())
+    used = space.bytes + spans.numel() * spans.element_size()
+    return _gradients(p, x, lse, space, pack), Ran((name,), used, ())
 
 
 def _in_pairs(p: Problem, target: Target) -> bool:
     return p.dtype == torch.bfloat16 and target.isa == "avx512" and "avx512bf16" in target.features
 
 
-def _space(p: Problem, plan: Plan, x: Inputs, filled: Filled, spec: Spec) -> _Space:
-    rows = padded(p.M, TILE)
-    lead = (plan.splits, p.B, p.Hq, rows)
+def _space(p: Problem, plan: Plan, x: Inputs, spec: Spec, pack: Pack | None) -> _Space:
+    entries, rows = (1, pack.rows[-1]) if pack else (p.B, padded(p.M, TILE))
+    lead = (plan.splits, entries, p.Hq, rows)
     room = Room(p.D, p.E, plan.target, spec.pairs)
     bias = lay_out_bias(x.bias, p.batch).shape if spec.dbias and x.bias is not None else None
+    make = torch.zeros if pack else torch.empty  # tokens that no sequence owns have gradient 0
     return _Space(
         facts=torch.empty(*lead, FACTS),
         dq=torch.zeros(*lead, room.D),
         scratch=torch.empty(plan.threads, room.words),
-        spans=table(filled.bound, rows),
-        dk=torch.empty(p.B, p.Hk, p.N, p.D, dtype=p.dtype),
-        dv=torch.empty(p.B, p.Hk, p.N, p.E, dtype=p.dtype),
+        dk=make(x.k.shape, dtype=p.dtype),
+        dv=make(x.v.shape, dtype=p.dtype),
         dbias=None if bias is None else torch.zeros(bias),
     )
 
@@ -188,34 +204,50 @@ def _point(
     do = torch.zeros(p.E, dtype=p.dtype).expand(p.o_shape) if do is None else do
     dlse = torch.zeros(()).expand(p.lse_shape) if dlse is None else dlse
     arrays = {
-        "o": _rows(p, saved[0]),
-        "lse": saved[1],
-        "do": _rows(p, do),
-        "dlse": dlse.reshape(p.B, p.Hq, p.M),
-        "dk": space.dk,
-        "dv": space.dv,
+        "o": _entries(p, _whole_rows(saved[0])),
+        "lse": _entries(p, saved[1]),
+        "do": _entries(p, _whole_rows(do)),
+        "dlse": _entries(p, dlse),
+        "dk": _entries(p, space.dk),
+        "dv": _entries(p, space.dv),
+        "delta": space.facts[0],
+        "dq": space.dq[0],
     }
     if space.dbias is not None:
         arrays["dbias"] = space.dbias
     for name, t in arrays.items():
         filled.point(name, t)
-    filled.call.work, filled.call.work2 = space.scratch.data_ptr(), space.dq.data_ptr()
+    filled.call.work = space.scratch.data_ptr()
 
 
-def _rows(p: Problem, t: Tensor) -> Tensor:
-    """o or its cotangent with one batch axis, each row in one piece; a copy only where it must."""
-    t = t.reshape(p.B, p.Hq, p.M, p.E)
+def _entries(p: Problem, t: Tensor) -> Tensor:
+    """Something of tokens with one batch axis and heads before tokens."""
+    if not p.packed:
+        return t.reshape(p.B, *t.shape[len(p.batch) :])
+    return t.expand(p.B, *t.shape) if t.dim() == 2 else heads_first(p, t)
+
+
+def _whole_rows(t: Tensor) -> Tensor:
+    """o or its cotangent, each row in one piece; a copy only where it must."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _gradients(p: Problem, x: Inputs, lse: Tensor, space: _Space) -> Grads:
+def _gradients(p: Problem, x: Inputs, lse: Tensor, space: _Space, pack: Pack | None) -> Grads:
     """The gradients in the user's shapes and dtypes."""
     total = space.dq[0] if space.dq.shape[0] == 1 else space.dq.sum(0)
-    dq = torch.empty(x.q.shape, dtype=p.dtype)
-    torch.mul(total[:, :, : p.M, : p.D].view(x.q.shape), p.scale, out=dq)
+    dq, facts = torch.empty(x.q.shape, dtype=p.dtype), space.facts[0]
+    lse = lse.reshape(-1, p.Hq, p.M)
+    if pack:
+        tokens, owned = pack.rows_of_tokens(), pack.q[-1]
+        dq[owned:].zero_()
+        found = total[0].index_select(1, tokens)[..., : p.D].transpose(0, 1)
+        torch.mul(found, p.scale, out=dq[:owned])
+        facts, lse = facts.index_select(2, tokens), lse[..., :owned]
+    else:
+        torch.mul(total[:, :, : p.M, : p.D].view(x.q.shape), p.scale, out=dq)
+        facts = facts[:, :, : p.M]
     dsinks = None
     if "s" in p.grads and x.sinks is not None:
-        facts = space.facts[0][:, :, : p.M]
         sink = per_head(x.sinks, p.batch, p.Hq).float()
         safe = lse.masked_fill(lse == -math.inf, 0)
         weight = torch.exp(sink[..., 0] - safe) * facts[..., 2]
