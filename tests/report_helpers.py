@@ -32,7 +32,7 @@ def contestant(name: str, samples: Sequence[float] = (), **more: Any) -> dict[st
     return {
         "name": name, "ran": f"{name}'s label", "refused": "", "warm_up_calls": 1,
         "calls_per_sample": 1, "samples_us": list(samples), "median_us": middle, "host_us": None,
-        "checks": checks, "receipts": [], "peak_bytes": None, "traffic": None,
+        "checks": checks, "errors": [], "receipts": [], "peak_bytes": None, "traffic": None,
     } | more  # fmt: skip
 
 
@@ -41,11 +41,11 @@ def bench(case: str, contestants: Sequence[Mapping[str, Any]], **more: Any) -> d
     asked = Case.parse(case)
     pairs = asked.B * asked.Hq * asked.M * asked.N
     return {
-        "schema": 2, "kind": "bench", "utc": "2026-12-01T10:00:00Z", "machine": CPU,
+        "schema": 3, "kind": "bench", "utc": "2026-12-01T10:00:00Z", "machine": CPU,
         "software": SOFTWARE, "device": "cpu", "suite": "c", "case": case,
         "flop_convention": FLOP_CONVENTION, "pairs": pairs, "flops": asked.flops(pairs),
         "timing": {"clock": "c", "caches": "c", "numbers": "n"}, "contestants": list(contestants),
-        "gpu_state": None, "load_average": [],
+        "ceiling": None, "gpu_state": None, "load_average": [],
     } | more  # fmt: skip
 
 

@@ -17,14 +17,13 @@ import torch
 import house
 import nosquare as ns
 from nosquare import records
-from nosquare.bench import contestants, cpu, memory, record, report
+from nosquare.bench import aims, contestants, memory, record
 from nosquare.bench.cases import Case, Data, visible_pairs
 from nosquare.bench.check import check, truths
 from nosquare.bench.clocks import HostClock, Sample
 from nosquare.bench.contestants import NOSQUARE, Contestant, Prepared, answer
 from nosquare.bench.peers import TORCH
-from nosquare.bench.report import Aim
-from nosquare.bench.timing import Entry, Result, Rounds, interleave, measure
+from nosquare.bench.timing import Entry, Rounds, interleave, measure
 from nosquare.mask import KINDS
 
 FEW = Rounds(least=2, most=2, seconds=0.0)
@@ -52,7 +51,9 @@ MASKS = {
 # ---- the grammar ----
 
 
-@pytest.mark.parametrize("line", [*LINES, *(x for s in cpu.SUITES for x in (*s.cases, *s.quick))])
+@pytest.mark.parametrize(
+    "line", [*LINES, *(x for s in (*aims.SUITES, aims.PEAKS) for x in (*s.cases, *s.quick))]
+)
 def test_line_round_trip(line: str) -> None:
     case = Case.parse(line)
     assert str(case) == line
@@ -224,6 +225,34 @@ def test_order_turns_and_samples_are_kept() -> None:
     assert {(e.warm_up, e.calls, e.host_us) for e in entries} == {(2, 3, None)}
 
 
+def test_few_rounds_are_enough_where_calls_are_long() -> None:
+    rounds = Rounds(least=7, most=100, seconds=1.0, few=3)
+    assert not rounds.enough(6, 1e5, 2.0)
+    assert rounds.enough(7, 1e5, 2.0)
+    assert not rounds.enough(7, 1e5, 0.5)
+    assert rounds.enough(3, 1.1e6, 7.0)
+    assert not rounds.enough(2, 1.1e6, 7.0)
+    assert not Rounds(least=7, seconds=1.0).enough(6, 1.1e6, 12.0)
+
+
+@pytest.mark.parametrize(("first_us", "samples"), [(0.9e6, 5), (1.1e6, 2)])
+def test_the_slowest_call_decides(first_us: float, samples: int) -> None:
+    class Fixed(HostClock):
+        def warm_up(self, call: Any) -> tuple[int, int]:
+            return 1, 1
+
+        def sample(self, call: Any, calls: int) -> Sample:
+            return Sample(call(), 0.0)
+
+    entries = [Entry("quick"), Entry("slow")]
+    ready = [
+        (e, Prepared(partial(float, t), ("o",)))
+        for e, t in zip(entries, (9.0, first_us), strict=True)
+    ]
+    interleave(ready, Rounds(least=5, most=9, seconds=0.0, few=2), clock=Fixed())
+    assert [len(e.samples_us) for e in entries] == [samples, samples]
+
+
 def test_a_real_clock_gives_samples() -> None:
     entry = Entry("a")
     prepared = Prepared(partial(torch.ones, 3), ("o",))
@@ -275,25 +304,6 @@ def test_record_faults_are_found(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_aims() -> None:
-    def result(theirs: float | None, mine: float | None) -> Result:
-        entries = [
-            Entry(name, [] if t is None else [t])
-            for name, t in (("torch", theirs), ("nosquare", mine))
-        ]
-        return Result(Case.parse(LINES[0]), 1, entries)
-
-    assert Aim(least_ratio=1.5).missed(result(14.0, 10.0))
-    assert not Aim(least_ratio=1.5).missed(result(15.0, 10.0))
-    assert Aim(most_extra_us=25).missed(result(10.0, 36.0))
-    assert not Aim(most_extra_us=25).missed(result(10.0, 35.0))
-    assert Aim(least_ratio=1.5).missed(result(15.0, None))
-    assert not Aim(least_ratio=1.5).missed(result(None, 15.0))
-    assert not Aim().missed(result(None, None))
-    assert report.geometric_mean([2.0, 8.0, math.nan]) == pytest.approx(4.0)
-    assert math.isnan(report.geometric_mean([]))
-
-
 class Full(HostClock):
     """A card that has no room for torch's second call."""
 
@@ -314,29 +324,6 @@ def test_no_memory_for_one_is_no_end_for_all() -> None:
     assert not result.of("torch").samples_us
     assert result.of("nosquare").peak_bytes == 7
     assert len(result.of("nosquare").samples_us) == 2
-
-
-def test_table_says_who_was_not_timed() -> None:
-    console_module = pytest.importorskip("rich.console")
-    case = Case.parse(f"forward {SMALL} causal(start) softcap=2.0")
-    result = measure(case, [TORCH, NOSQUARE], FEW)
-    console = console_module.Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        report.show(console, [result], "a title", Aim(least_ratio=1.5))
-        text = console.export_text()
-    assert "not timed: torch" in text
-    assert "torch's attention has no softcap." in text
-    assert str(case) in text
-    assert "torch_any" in text
-
-
-def test_options_that_are_wrong() -> None:
-    with pytest.raises(ns.ArgumentError, match="no such part"):
-        cpu.bench_cpu(parts="z")
-    with pytest.raises(ns.ArgumentError, match="at least one thread"):
-        cpu.bench_cpu(threads=0)
-    with pytest.raises(ns.ArgumentError, match="not a benchmark case"):
-        cpu.bench_cpu(case="forward")
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no high-water mark here")

@@ -265,7 +265,7 @@ def test_a_cards_record_is_valid() -> None:
         one.host_us = 3.25
     line = record.of(on_card, records.surroundings())
     assert records.faults(line, record.SCHEMA) == []
-    assert (line["schema"], line["kind"], line["device"]) == (2, "bench", "cuda")
+    assert (line["schema"], line["kind"], line["device"]) == (3, "bench", "cuda")
     assert line["timing"]["numbers"] == "drawn on the CPU"
     assert line["contestants"][0]["host_us"] == 3.25
     assert line["gpu_state"]["temperature_c"]["most"] == 40

@@ -66,10 +66,11 @@ def test_suites_by_hand(tmp_path: Path) -> None:
     assert rows(filled(block("made suites on Other"), tmp_path))[0][2] == "100x"
 
 
-def test_suite_of_what_a_call_costs(tmp_path: Path) -> None:
-    """Suite d is about microseconds, not ratios: 1,000 against 2,000 is 1,000 less a call."""
-    write(tmp_path, [duel(ratio=0.5, suite="d", rounds=1)])
-    assert rows(filled(block("made suites"), tmp_path))[0][2:] == ["-", "500 to 500 us more a call"]
+def test_the_newest_machine_of_those_that_have_the_suite(tmp_path: Path) -> None:
+    """A later record of another suite, on another machine, does not make the table empty."""
+    late = duel(suite="tiny", machine=CPU | {"cpu": "Other"}, utc="2026-12-09T00:00:00Z")
+    write(tmp_path, [duel(ratio=2.0), late])
+    assert rows(filled(block("made cases c"), tmp_path))[0][3] == "2.00x (2.00 to 2.00)"
 
 
 def test_cases_by_hand(tmp_path: Path) -> None:
@@ -79,6 +80,13 @@ def test_cases_by_hand(tmp_path: Path) -> None:
     assert first == ["`as it is`", "2.29 ms", "1.15 ms", "2.00x (2.00 to 2.00)", "1 GiB", "64 MiB"]
     assert second[0] == "`dropout=0.1`"
     assert second[3] == "3.00x (3 rounds)"
+
+
+def test_cases_on_one_thread_and_on_two(tmp_path: Path) -> None:
+    write(tmp_path, [duel(ratio=2.0), duel(ratio=3.0, machine=CPU | {"threads": 1})])
+    found = {row[0]: row[3] for row in rows(filled(block("made cases c"), tmp_path))}
+    assert found == {"`as it is`, threads: 2": "2.00x (2.00 to 2.00)",
+                     "`as it is`, threads: 1": "3.00x (3.00 to 3.00)"}  # fmt: skip
 
 
 def test_against_others(tmp_path: Path) -> None:
@@ -138,6 +146,7 @@ def test_numbers_outside_the_tables(line: str, found: str | None) -> None:
         (block("made tables"), "This marker names no table of records."),
         (block("made cases"), "This marker names no table of records."),
         (block("made suites of c"), "This marker names no table of records."),
+        (block("made aims against best"), "This marker names no table of records."),
         (block("gone suites"), "There are no records of this name."),
         (block("made cases q"), "No record is what this marker asks for."),
         (block("made suites on Nowhere"), "No record is what this marker asks for."),

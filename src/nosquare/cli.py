@@ -110,16 +110,23 @@ def fit(
 
 @bench_app.command("cpu")
 def bench_cpu(
-    threads: Annotated[int | None, typer.Option(help="Threads of torch; as it is set.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, under a minute.")] = False,
+    threads: Annotated[
+        list[str] | None, typer.Option(help="Threads of torch, as 1,2.", show_default="1,2")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, about a minute.")] = False,
     record: Annotated[bool, typer.Option(help="Append the samples to docs/records.")] = True,
     case: Annotated[str | None, typer.Option(help="One case, as bench/cases.py spells it.")] = None,
-    parts: Annotated[str, typer.Option(help="Letters of the suites wanted.")] = "abcde",
+    only: Annotated[
+        list[str] | None, typer.Option(help='Cases with these words: decode, "D128 causal".')
+    ] = None,
+    peaks: Annotated[
+        bool, typer.Option("--peaks", help="Also the peak of memory, where torch makes the square.")
+    ] = False,
 ) -> None:
     """Compare nosquare with torch's own attention on this CPU."""
     from .bench.cpu import bench_cpu as run
 
-    raise typer.Exit(run(threads, quick, record, case, parts))
+    raise typer.Exit(run(threads or (), quick, record, case, only or (), peaks))
 
 
 @bench_app.command("cuda")

@@ -91,6 +91,8 @@ _FIRST = {
     },
     "gpu_state": None,
 }
+# And version 2.
+_SECOND, _SECOND_CONTESTANT = {"ceiling": None}, {"errors": list[Any]()}
 
 
 def begin(kind: str, version: int, around: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def append(
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """All records of a file, oldest first; those of version 1 with the fields that came later.
+    """All records of a file, oldest first; older ones with the fields that came later.
 
     Raises ArgumentError when there is no such file, or a line of it is no record.
     """
@@ -157,9 +159,17 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _completed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with what version 1 did not say; "schema" stays what was written."""
-    if "kind" in record:
+    """A record with what earlier versions did not say; "schema" stays what was written."""
+    record = record if "kind" in record else _first_completed(record)
+    if record["kind"] != "bench" or record["schema"] not in (1, 2):
         return record
+    contestants = [
+        _SECOND_CONTESTANT | c if isinstance(c, dict) else c for c in record.get("contestants", [])
+    ]
+    return _SECOND | record | {"contestants": contestants}
+
+
+def _first_completed(record: dict[str, Any]) -> dict[str, Any]:
     unknown = dict.fromkeys(("cuda", "cudnn", "triton"))
     later = {"warm_up_calls": 1, "host_us": None, "traffic": None}
     contestants = [

@@ -17,7 +17,8 @@ order, and sqrt(n) * u32 is what a plain running sum of n = max(M, N) terms adds
 most four roundings to it on the way (weights, gradients of scores, o where backward reads it, and
 the result), or 2^-20, what the fastest exponential of torch's kernels keeps, where that is larger.
 For float64, the dense float32 error is scaled by 2^-29, and u = u32 = 2^-53. In float32, a key too
-many in a row of 4096 moves o by hundreds of times the bound.
+many in a row of 4096 moves o by hundreds of times the bound. A peer that sums gradients in a 16-bit
+dtype may round as often more as that takes (Contestant.roundings); its check says so.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class Errors:
     rms: float
     truth_rms: float
 
+    @property
+    def relative(self) -> float:
+        """rms of the distance over rms of the truth; NaN where that is 0."""
+        return self.rms / self.truth_rms if self.truth_rms else float("nan")
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -104,19 +110,37 @@ def truths(data: Data, every_row: bool = False) -> list[Truth]:
     return found
 
 
+def judge(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
+          known: Sequence[Truth]) -> tuple[list[Check], list[Errors]]:  # fmt: skip
+    """A contestant's answer `out` beside what is known to be right: is it, and if so, how far off.
+
+    Who draws its own dropout mask is judged by another answer, at a small size.
+    """
+    if contestant.own_dropout and data.case.dropout:
+        return _replayed(contestant, data)
+    checks = _checks(data, out, known, contestant.roundings(data))
+    return checks, errors(data, out, known) if all(c.ok for c in checks) else []
+
+
 def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
           known: Sequence[Truth]) -> list[Check]:  # fmt: skip
-    """Compare a contestant's answer `out` with what is known to be right."""
-    if contestant.own_dropout and data.case.dropout:
-        return _check_replayed(contestant, data)
+    """The first half of `judge`."""
+    return judge(contestant, data, out, known)[0]
+
+
+def _checks(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth],
+            roundings: float) -> list[Check]:  # fmt: skip
     heads = ", ".join(f"entry {t.entry} key head {t.key_head}" for t in known)
     count = known[0].rows.numel()
     how = f"float64 oracle: {heads}; {count} of {data.case.M} rows"
+    if roundings:
+        how += f"; gradients may round {roundings:.1f} times more, summed in their own dtype"
     pairs: dict[str, list[tuple[float, float]]] = {}
     for truth in known:
         mine = _part_of(out, data.case, truth)
         for name in mine:
-            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case)
+            more = roundings if name != "o" else 0.0
+            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case, more)
             pairs.setdefault(name, []).append(pair)
     # the worst is the one nearest to its bound, or NaN
     worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
@@ -131,16 +155,20 @@ def errors(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth]) -> lis
         for name, mine in _part_of(out, data.case, truth).items():
             apart.setdefault(name, []).append((mine.double() - truth.right[name]).flatten())
             right.setdefault(name, []).append(truth.right[name].flatten())
-    found = []
-    for name in apart:
-        off, true = torch.cat(apart[name]), torch.cat(right[name])
-        found.append(Errors(name, *(float(t.abs().max()) for t in (off, true)),
-                            *(float(t.square().mean().sqrt()) for t in (off, true))))  # fmt: skip
-    return found
+    return [_errors(name, torch.cat(apart[name]), torch.cat(right[name])) for name in apart]
 
 
-def _compare(mine: Tensor, right: Tensor, plain: Tensor, case: Case) -> tuple[float, float]:
-    """(error, bound) of one array: the contestant's, the truth, the dense float32 one."""
+def _errors(name: str, off: Tensor, true: Tensor) -> Errors:
+    return Errors(name, *(float(t.abs().max()) for t in (off, true)),
+                  *(float(t.square().mean().sqrt()) for t in (off, true)))  # fmt: skip
+
+
+def _compare(mine: Tensor, right: Tensor, plain: Tensor, case: Case,
+             more: float = 0.0) -> tuple[float, float]:  # fmt: skip
+    """(error, bound) of one array: the contestant's, the truth, the dense float32 one.
+
+    more  roundings beyond ROUNDINGS
+    """
     if mine.shape != right.shape:
         return float("nan"), 0.0
     yardstick = float((plain - right).abs().max())
@@ -149,7 +177,7 @@ def _compare(mine: Tensor, right: Tensor, plain: Tensor, case: Case) -> tuple[fl
         yardstick, u, u_sum = yardstick * FLOAT32_TO_64, 2.0**-53, 2.0**-53
     else:
         u, u_sum = max(EXP_ERROR, torch.finfo(case.dtype).eps / 2), 2.0**-24
-    share = ROUNDINGS * u + max(case.M, case.N) ** 0.5 * u_sum
+    share = (ROUNDINGS + more) * u + max(case.M, case.N) ** 0.5 * u_sum
     error = float((mine.double() - right).abs().max())
     return error, ALLOWANCE * yardstick + share * largest
 
@@ -230,7 +258,7 @@ def _dense(part: Data, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     return found | ({f"d{n}": t for n, t in total.items()} if c.wants_grads else {})
 
 
-def _check_replayed(contestant: Contestant, data: Data) -> list[Check]:
+def _replayed(contestant: Contestant, data: Data) -> tuple[list[Check], list[Errors]]:
     """Dropout at a small size, with the mask that the contestant draws from a known state."""
     case = data.case
     small = replace(case, M=min(case.M, REPLAY_TOKENS), N=min(case.N, REPLAY_TOKENS))
@@ -245,10 +273,13 @@ def _check_replayed(contestant: Contestant, data: Data) -> list[Check]:
         weight = _drawn_again(contestant, data) / (1 - small.dropout)
     right, plain = (_dense_with(data, weight, t) for t in (torch.float64, torch.float32))
     how = f"float64 formula with its own dropout mask drawn again, M = {small.M}, N = {small.N}"
-    return [
+    checks = [
         Check(name, *_compare(t.detach(), right[name], plain[name], small), how)
         for name, t in out.items()
     ]
+    if not all(c.ok for c in checks):
+        return checks, []
+    return checks, [_errors(n, t.detach().double() - right[n], right[n]) for n, t in out.items()]
 
 
 def _drawn_again(contestant: Contestant, data: Data) -> Tensor:

@@ -34,6 +34,7 @@ class Contestant:
     ran     Data -> in words, what served it, for contestants that give no receipts
     own_dropout  its dropout mask is drawn from torch's generator, not from positions
     within  a context that its forward runs in, entered once a sample and not once a call
+    roundings  to the case's dtype, of each gradient, beyond those that check.py allows everybody
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contestant:
     ran: Callable[[Data], str] | None = None
     own_dropout: bool = False
     within: Within = nullcontext
+    roundings: Callable[[Data], float] = lambda data: 0.0
 
 
 @dataclass(frozen=True)

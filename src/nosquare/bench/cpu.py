@@ -2,184 +2,169 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import records
 from ..errors import ArgumentError, NosquareError
-from . import memory, record, report
+from . import ceiling, memory, record, report
+from .aims import PEAKS, SUITES, Suite
 from .cases import FLOP_CONVENTION, Case
 from .contestants import NOSQUARE
 from .peers import TORCH
-from .report import Aim
 from .screen import progress, warn_if_busy
-from .timing import Result, Rounds, Tick, measure
+from .timing import Result, Rounds, Tick, measure, pose
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 CONTESTANTS = (TORCH, NOSQUARE)
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Cases that belong together.
-
-    memory   the peak of each contestant is measured too
-    threads  of torch, whatever the run was given; None: as the run was given
-    """
-
-    letter: str
-    title: str
-    cases: tuple[str, ...]
-    quick: tuple[str, ...]
-    aim: Aim
-    memory: bool = False
-    threads: int | None = None
-
-
-def _prefill(dtype: str, tokens: Sequence[int], widths: Sequence[int]) -> tuple[str, ...]:
-    return tuple(
-        f"{phase} {dtype} B1 Hq8 Hk8 M{n} N{n} D{d} {mask}"
-        for n in tokens
-        for d in widths
-        for mask in ("full()", "causal(start)")
-        for phase in ("forward", "backward")
-    )
-
-
-def _decode(dtype: str, tokens: Sequence[int]) -> tuple[str, ...]:
-    return tuple(f"decode {dtype} B1 Hq32 Hk8 M1 N{n} D128 full()" for n in tokens)
-
-
-def _square(n: int) -> tuple[str, ...]:
-    start = f"forward+backward float32 B1 Hq8 Hk8 M{n} N{n} D64"
-    return (f"{start} full() dropout=0.1", f"{start} E128 full()", f"{start} full() bias=Hq,1,N")
-
-
-_TINY = "forward float32 B1 Hq1 Hk1 M16 N16 D64 full()"
-SUITES = (
-    Suite(
-        "a",
-        "where torch's fused kernel serves both",
-        _prefill("float32", (512, 1024, 4096), (64, 128)),
-        _prefill("float32", (512,), (64,)) + _prefill("float32", (1024,), (128,))[2:],
-        Aim(least_ratio=0.97),
-    ),
-    Suite(
-        "b",
-        "decoding with grouped heads (rates are GB/s of k and v)",
-        _decode("float32", (4096, 16384, 65536)) + _decode("bfloat16", (4096, 16384, 65536)),
-        _decode("float32", (4096, 16384)) + _decode("bfloat16", (4096,)),
-        Aim(least_ratio=1.4),
-    ),
-    Suite(
-        "c",
-        "where torch falls to its dense path",
-        _square(4096),
-        _square(512),
-        Aim(least_ratio=1.5),
-        memory=True,
-    ),
-    Suite(
-        "d",
-        "what a call costs before any work (one thread: waking another costs more than the call)",
-        (_TINY, f"{_TINY} grad"),
-        (_TINY, f"{_TINY} grad"),
-        Aim(most_extra_us=25),
-        threads=1,
-    ),
-    Suite(
-        "e",
-        "bfloat16, for information",
-        _prefill("bfloat16", (1024, 4096), (64,)),
-        _prefill("bfloat16", (512,), (64,))[:2],
-        Aim(),
-    ),
-)
+WIDTH = 100  # columns, where what is printed goes to no terminal
+FULL, QUICK = Rounds(7, 100, 0.8, few=3), Rounds(3, 50, 0.2)
+Ceilings = dict[int, dict[torch.dtype, ceiling.Ceiling]]
 
 
 def bench_cpu(
-    threads: int | None = None,
+    threads: Sequence[str] = (),
     quick: bool = False,
     keep: bool = True,
     case: str | None = None,
-    parts: str = "abcde",
+    only: Sequence[str] = (),
+    peaks: bool = False,
     name: str = "cpu",
 ) -> int:
-    """Compare nosquare with torch on this CPU, print tables, keep the evidence.
+    """Compare nosquare with torch on this CPU, print the table of aims.py, keep the evidence.
 
-    threads  of torch; None: as torch has it
-    quick    fewer cases and rounds, under a minute
+    threads  numbers of torch's threads, each a word or several joined by commas; (): 1 and 2
+    quick    fewer cases and rounds, about a minute
     keep     append the records to docs/records/<name>.jsonl (--record / --no-record)
-    case     one line of the grammar in bench/cases.py, instead of all suites
-    parts    letters of the suites wanted
+    case     one line of the grammar in bench/cases.py, instead of the table
+    only     words, of which a case's line (its suite's name before it) has one
+    peaks    also the peak of memory, where torch makes the square
 
     Returns 0 when all of nosquare's answers were right, else 1; a missed aim is reported, no more.
-    Raises ArgumentError for a case or a part that is not one.
+    Raises ArgumentError for threads or a case that are none, and for words that no case has.
     """
-    suites = _chosen(case, parts)
+    counts = thread_counts(threads)
+    suites = chosen(case, only, quick, peaks)
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if threads is not None and threads < 1:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    begun = time.perf_counter()
+    _introduce(console, counts)
+    results, path = [], None
+    with progress(console, len(counts) * sum(len(s.cases) for s in suites)) as (tick, step):
+        for suite in suites:
+            found = []
+            tick("the processor's ceilings")
+            roofs = _ceilings(suite, counts)
+            for result in _measured(suite, counts, roofs, QUICK if quick else FULL, tick, step):
+                with torch_threads(result.threads):
+                    if suite.peaks and not quick:  # a fresh process each: seconds
+                        _add_peaks(console, result, tick)
+                    if keep:  # at once: what an interrupted run measured is kept
+                        line = record.of(result, records.surroundings())
+                        path = records.append(records.folder(), name, [line], record.SCHEMA)
+                found.append(result)
+            report.show(console, suite, found)
+            results += found
+    if case is None:
+        report.summary(console, results)
+    console.print(f"It took {(time.perf_counter() - begun) / 60:.1f} minutes.")
+    if path is not None:
+        console.print(f"Records: docs/records/{path.name}")
+    if wrong := any(result.of("nosquare").refused for result in results):
+        console.print("[red]FAILED[/red] an answer of nosquare is wrong, or it gave none")
+    return int(wrong)
+
+
+def thread_counts(words: Sequence[str]) -> list[int]:
+    """The numbers in ("1", "2") or ("1,2"); of (), 1 and, where there are two processors, 2.
+
+    Raises ArgumentError for what is no number above 0.
+    """
+    if not words:
+        return [1, 2][: os.cpu_count() or 1]
+    try:
+        found = [int(word) for word in ",".join(words).split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
         raise ArgumentError(
-            "A benchmark needs at least one thread.", {"threads": threads}, "--threads 1."
+            "A benchmark needs at least one thread, and whole numbers of them.",
+            {"threads": ", ".join(words)},
+            "--threads 1, or --threads 1,2.",
         )
-    with _threads(threads):
-        return _run(console, suites, quick, name if keep else None)
+    return list(dict.fromkeys(found))
 
 
-def _run(console: Console, suites: Sequence[Suite], quick: bool, name: str | None) -> int:
+def chosen(case: str | None, only: Sequence[str], quick: bool, peaks: bool) -> list[Suite]:
+    """The suites that are asked for, each with the cases that are; see bench_cpu."""
+    if case is not None:
+        return [Suite("-", "your case", (str(Case.parse(case)),), (), peaks=True)]
+    found = []
+    for suite in (*SUITES, PEAKS) if peaks else SUITES:
+        lines = suite.quick if quick else suite.cases
+        if only:
+            lines = tuple(x for x in lines if any(w in f"{suite.name} {x}" for w in only))
+        if lines:
+            found.append(replace(suite, cases=lines))
+    if not found:
+        raise ArgumentError(
+            "No case of the benchmark has these words.",
+            {"only": ", ".join(map(repr, only)), "suites": ", ".join(s.name for s in SUITES),
+             "a case": f"{SUITES[0].name} {SUITES[0].cases[0]}"},
+            '--only decode, or --only "D128 causal".',
+        )  # fmt: skip
+    return found
+
+
+def _introduce(console: Console, counts: Sequence[int]) -> None:
     around = records.surroundings()
     machine, software = around["machine"], around["software"]
     console.print(
-        f"{machine['cpu']} ({', '.join(machine['features'])}), threads: {machine['threads']}, "
-        f"torch {software['torch']}. Times are medians. Ratio: torch's time / nosquare's. "
-        f"Error: nosquare's over torch's.\nGF/s: {FLOP_CONVENTION}"
+        f"{machine['cpu']} ({', '.join(machine['features'])}), threads: "
+        f"{' and '.join(map(str, counts))}, torch {software['torch']}.\nTimes are medians of "
+        "interleaved rounds. Ratio: torch's time / nosquare's. of gemm, of read: nosquare's rate "
+        "over torch.mm's and over that of summing an array, measured here.\nerror, torch's: rms "
+        "against float64 over rms of the answer, worst output.\n"
+        f"GF/s: {FLOP_CONVENTION}",
+        markup=False,
     )
     warn_if_busy(console)
-    rounds = Rounds(3, 100, 0.6) if quick else Rounds(7, 200, 3.0)
-    plan = [(s, [Case.parse(line) for line in (s.quick if quick else s.cases)]) for s in suites]
-    right, path = True, None
-    with progress(console, sum(len(cases) for _, cases in plan)) as (tick, step):
-        for suite, cases in plan:
-            results = []
-            for item in cases:
-                step(str(item))
-                with _threads(suite.threads):
-                    result = measure(item, CONTESTANTS, rounds, tick, suite.letter)
-                    if suite.memory and not quick:  # a fresh process each: seconds
-                        _add_peaks(console, result, tick)
-                    if name is not None:  # at once: what an interrupted run measured is kept
-                        line = record.of(result, records.surroundings())
-                        path = records.append(records.folder(), name, [line], record.SCHEMA)
-                results.append(result)
-                right = right and not result.of("nosquare").refused
-            report.show(console, results, f"{suite.letter}. {suite.title}", suite.aim)
-    if path is not None:
-        console.print(f"Records: docs/records/{path.name}")
-    if not right:
-        console.print("[red]FAILED[/red] an answer of nosquare is wrong, or it gave none")
-    return 0 if right else 1
 
 
-def _chosen(case: str | None, parts: str) -> list[Suite]:
-    if case is not None:
-        line = str(Case.parse(case))
-        return [Suite("-", "your case", (line,), (line,), Aim(), memory=True)]
-    letters = [s.letter for s in SUITES]
-    if not parts or set(parts) - set(letters):
-        raise ArgumentError(
-            "There is no such part of the benchmark.",
-            {"parts": repr(parts), "known": "".join(letters)},
-            "--parts " + "".join(letters) + ", or some of these letters.",
-        )
-    return [s for s in SUITES if s.letter in parts]
+def _ceilings(suite: Suite, counts: Sequence[int]) -> Ceilings:
+    """By number of threads and dtype."""
+    cases = [Case.parse(line) for line in suite.cases]
+    reads = any(case.phase == "decode" for case in cases)
+    found: Ceilings = {}
+    for count in counts:
+        with torch_threads(count):
+            found[count] = {d: ceiling.measured(d, reads) for d in {c.dtype for c in cases}}
+    return found
+
+
+def _measured(suite: Suite, counts: Sequence[int], roofs: Ceilings, rounds: Rounds,
+              tick: Tick, step: Tick) -> Iterator[Result]:  # fmt: skip
+    """Each case with each number of threads; what is right is found once for all."""
+    for line in suite.cases:
+        case, posed = Case.parse(line), None
+        for count in counts:
+            step(f"{case}, threads: {count}")
+            tick("oracle")
+            posed = posed or pose(case)
+            with torch_threads(count):
+                roof = roofs[count][case.dtype]
+                result = measure(case, CONTESTANTS, rounds, tick, suite.name, None, posed, roof)
+            yield result
 
 
 def _add_peaks(console: Console, result: Result, tick: Tick) -> None:
@@ -188,17 +173,16 @@ def _add_peaks(console: Console, result: Result, tick: Tick) -> None:
             continue
         tick(f"memory of {entry.contestant}")
         try:
-            threads = torch.get_num_threads()
-            entry.peak_bytes = memory.peak_bytes(result.case, entry.contestant, threads)
+            entry.peak_bytes = memory.peak_bytes(result.case, entry.contestant, result.threads)
         except NosquareError as error:
             console.print(f"[yellow]no peak of {entry.contestant}[/yellow]: {error.sentence}")
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Torch with this many threads, inside; None: as it is."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch with this many threads, inside."""
     before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

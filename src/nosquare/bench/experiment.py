@@ -9,7 +9,7 @@ same dropout mask in the float64 reference: so a difference is of arithmetic, no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from .timing import Entry, Rounds, Tick, interleave
 from .traffic import DEVICES
 
 VERSION = 1
-ERRORS = dict.fromkeys(("most", "truth_most", "rms", "truth_rms"), NUMBER) | {"what": WORDS}
 SCHEMA: dict[str, Any] = HEAD | {
     "device": WORDS,
     "question": WORDS,  # prefill, training, training with dropout, decode
@@ -37,7 +36,7 @@ SCHEMA: dict[str, Any] = HEAD | {
     "tile_m": WHOLE,
     "tile_n": WHOLE,
     "plan": WORDS,
-    "errors": [ERRORS],
+    "errors": [record.ERRORS],
     "checks": [record.CHECK],
     "peak_bytes": Maybe(WHOLE),
     "workspace_bytes": WHOLE,
@@ -194,8 +193,8 @@ def _row(
     passes = [p for p in (account.forward, account.backward) if p is not None]
     checks = check(contestant, data, out, known)
     return prepared, {
-        "errors": [_plain(one) for one in errors(data, out, known)],
-        "checks": [_plain(one) for one in checks],
+        "errors": [record.plain(one) for one in errors(data, out, known)],
+        "checks": [record.plain(one) for one in checks],
         "case": str(data.case),
         "tile_m": tiles[0],
         "tile_n": tiles[1],
@@ -205,10 +204,6 @@ def _row(
         "model": model.summary(account, data.case.phase),
         "measured": None,
     }
-
-
-def _plain(one: Any) -> dict[str, Any]:
-    return {name: records.finite(value) for name, value in asdict(one).items()}
 
 
 def _add_peaks(rows: Sequence[dict[str, Any]]) -> None:

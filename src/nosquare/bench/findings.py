@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .report import MIB, NONE
+from .words import MIB, NONE
 
 if TYPE_CHECKING:
     from rich.console import Console

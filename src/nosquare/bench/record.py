@@ -2,6 +2,7 @@
 
 SCHEMA is all of it (nosquare.records says how to read one); a change of meaning is a new VERSION.
 Version 1 had no kind, device, timing, gpu_state, warm-up, host_us and traffic: it knew CPUs alone.
+Version 2 had no errors and no ceiling.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 from .. import records
 from ..receipt import Receipt
 from ..records import HEAD, NUMBER, WHOLE, WORDS, Maybe
-from . import watch
+from . import ceiling, watch
 from .cases import FLOP_CONVENTION
 from .timing import Entry, Result
 
-VERSION = 2
+VERSION = 3
 CHECK = {"what": WORDS, "error": NUMBER, "bound": NUMBER, "how": WORDS}
+ERRORS = dict.fromkeys(("most", "truth_most", "rms", "truth_rms"), NUMBER) | {"what": WORDS}
 RECEIPT = {
     "op": WORDS,
     "caller": WORDS,
@@ -58,10 +60,13 @@ CONTESTANT = {
     "median_us": Maybe(NUMBER),
     "host_us": Maybe(NUMBER),
     "checks": [CHECK],
+    "errors": [ERRORS],
     "receipts": [RECEIPT],
     "peak_bytes": Maybe(WHOLE),
     "traffic": Maybe(TRAFFIC),
 }
+# What the processor does at best (ceiling.py).
+CEILING = {"gemm_flops_per_s": NUMBER, "read_bytes_per_s": Maybe(NUMBER), "how": WORDS}
 TIMING = {"clock": WORDS, "caches": WORDS, "numbers": WORDS}
 SCHEMA: dict[str, Any] = HEAD | {
     "device": WORDS,
@@ -72,6 +77,7 @@ SCHEMA: dict[str, Any] = HEAD | {
     "flops": WHOLE,
     "timing": TIMING,
     "contestants": [CONTESTANT],
+    "ceiling": Maybe(CEILING),
     "gpu_state": Maybe(watch.STATE),
     "load_average": [NUMBER],
 }
@@ -89,6 +95,7 @@ def of(result: Result, around: Mapping[str, Any]) -> dict[str, Any]:
         "flops": result.case.flops(result.pairs),
         "timing": dict(result.timing),
         "contestants": [_contestant(entry) for entry in result.entries],
+        "ceiling": None if result.ceiling is None else _ceiling(result.ceiling),
         "gpu_state": result.gpu_state,
         "load_average": load(),
     }
@@ -104,11 +111,22 @@ def _contestant(entry: Entry) -> dict[str, Any]:
         "samples_us": [round(t, 3) for t in entry.samples_us],
         "median_us": round(entry.median_us, 3) if entry.samples_us else None,
         "host_us": None if entry.host_us is None else round(entry.host_us, 3),
-        "checks": [{k: records.finite(v) for k, v in asdict(c).items()} for c in entry.checks],
+        "checks": [plain(c) for c in entry.checks],
+        "errors": [plain(e) for e in entry.errors],
         "receipts": [receipt(r) for r in entry.receipts],
         "peak_bytes": entry.peak_bytes,
         "traffic": entry.traffic,
     }
+
+
+def plain(one: Any) -> dict[str, Any]:
+    """A dataclass of words and numbers as JSON has it."""
+    return {name: records.finite(value) for name, value in asdict(one).items()}
+
+
+def _ceiling(one: ceiling.Ceiling) -> dict[str, Any]:
+    rates = {n: None if rate is None else round(rate) for n, rate in asdict(one).items()}
+    return {**rates, "how": ceiling.HOW}
 
 
 def receipt(one: Receipt) -> dict[str, Any]:

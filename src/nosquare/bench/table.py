@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import MIB, NONE, geometric_mean, labels, two
+from .report import labels
 from .timing import Entry, Result
+from .words import MIB, NONE, geometric_mean, two
 
 if TYPE_CHECKING:
     from rich.console import Console

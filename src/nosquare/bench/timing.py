@@ -12,28 +12,39 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnsupportedError
-from ..receipt import Receipt
+from ..receipt import BACKWARD, Receipt
 from .cases import Case, Data, visible_pairs
-from .check import Check, Truth, check, truths
+from .ceiling import Ceiling
+from .check import Check, Errors, Truth, judge, truths
 from .clocks import Clock, HostClock
 from .contestants import Contestant, Prepared, answer
 
 Tick = Callable[[str], None]
 REFUSAL_LENGTH = 400  # characters kept of why somebody was not timed
+LONG_US = 1e6
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many samples each contestant gives: at least `least`, then until `seconds` or `most`."""
+    """How many samples each contestant gives: at least `least`, then until `seconds` or `most`.
+
+    few  at least, where a call of somebody takes longer than LONG_US; None: `least` there too
+    """
 
     least: int = 5
     most: int = 200
     seconds: float = 4.0
+    few: int | None = None
+
+    def enough(self, count: int, slowest_us: float, seconds: float) -> bool:
+        """Whether so many rounds, which took so long, are enough."""
+        least = self.least if self.few is None or slowest_us <= LONG_US else self.few
+        return count >= least and seconds > self.seconds
 
 
 @dataclass
@@ -45,7 +56,8 @@ class Entry:
     warm_up     calls before the first sample
     host_us     until the call came back to the host, median; None where it is the same
     refused     why it was not timed; "" when it was
-    ran         what served it, in words
+    errors      how far its answer is from the truth, output by output
+    ran         what served the phase that is timed, in words
     peak_bytes  highest extra memory of one call, where that was asked for
     traffic     what moved in one call (see ncu.py), where that was asked for
     """
@@ -57,6 +69,7 @@ class Entry:
     host_us: float | None = None
     refused: str = ""
     checks: list[Check] = field(default_factory=list)
+    errors: list[Errors] = field(default_factory=list)
     receipts: list[Receipt] = field(default_factory=list)
     ran: str = ""
     peak_bytes: int | None = None
@@ -82,6 +95,8 @@ class Result:
     device     type of the device it ran on
     timing     what a sample is and how the numbers were made, in words
     gpu_state  clocks, power and temperature while it was timed; None where nobody looked
+    threads    of torch
+    ceiling    what the processor does at best; None where nobody looked
     """
 
     case: Case
@@ -91,6 +106,8 @@ class Result:
     device: str = "cpu"
     timing: Mapping[str, str] = field(default_factory=dict)
     gpu_state: Mapping[str, Any] | None = None
+    threads: int = 0
+    ceiling: Ceiling | None = None
 
     def of(self, contestant: str) -> Entry:
         """The entry of one contestant. Raises KeyError when it was not asked."""
@@ -106,20 +123,22 @@ class Result:
 
 def measure(case: Case, contestants: Sequence[Contestant], rounds: Rounds,
             tick: Tick = lambda words: None, suite: str = "",
-            clock: Clock | None = None) -> Result:  # fmt: skip
+            clock: Clock | None = None, posed: Posed | None = None,
+            ceiling: Ceiling | None = None) -> Result:  # fmt: skip
     """Check every contestant, then time those that are right.
 
-    tick   is told in words what happens next
-    clock  the host's on the CPU by default; a CudaClock for a card
+    tick     is told in words what happens next
+    clock    the host's on the CPU by default; a CudaClock for a card
+    posed    pose(case, clock); made here by default
+    ceiling  is kept with the result
 
     Raises UnsupportedError when not even the numbers of the case fit on the device.
     """
     clock = clock or HostClock()
-    data = _numbers(case, clock)
     entries = [Entry(c.name) for c in contestants]
     with clock.watched() as seen:
         tick("oracle")
-        known = truths(data)
+        data, known = posed or pose(case, clock)
         ready: list[tuple[Entry, Prepared]] = []
         for contestant, entry in zip(contestants, entries, strict=True):
             tick(f"check {contestant.name}")
@@ -137,7 +156,24 @@ def measure(case: Case, contestants: Sequence[Contestant], rounds: Rounds,
         interleave(ready, rounds, tick, clock)
     words = {**clock.words(), "numbers": data.drawn}
     pairs = visible_pairs(data)
-    return Result(case, pairs, entries, suite, clock.device.type, words, seen.summary())
+    return Result(case, pairs, entries, suite, clock.device.type, words, seen.summary(),
+                  torch.get_num_threads(), ceiling)  # fmt: skip
+
+
+class Posed(NamedTuple):
+    """A case with its numbers, and what is right about them: the same for any number of threads."""
+
+    data: Data
+    known: Sequence[Truth]
+
+
+def pose(case: Case, clock: Clock | None = None) -> Posed:
+    """The numbers of a case on the clock's device, the host's by default.
+
+    Raises UnsupportedError where they do not fit.
+    """
+    data = _numbers(case, clock or HostClock())
+    return Posed(data, truths(data))
 
 
 def _numbers(case: Case, clock: Clock) -> Data:
@@ -166,8 +202,10 @@ def admit(
     if contestant.ran is not None:
         entry.ran = contestant.ran(data)
     if not entry.ran:
-        entry.ran = " + ".join(dict.fromkeys(r.backend for r in entry.receipts))
-    entry.checks = check(contestant, data, found.out, known)
+        only = data.case.phase == BACKWARD  # forward is in the receipts, and not timed
+        timed = [r.backend for r in entry.receipts if not only or r.op == BACKWARD]
+        entry.ran = " + ".join(dict.fromkeys(timed))
+    entry.checks, entry.errors = judge(contestant, data, found.out, known)
     wrong = [c for c in entry.checks if not c.ok]
     if wrong or not entry.checks:
         entry.refused = "wrong: " + ("; ".join(map(str, wrong)) or "nothing could be checked")
@@ -193,7 +231,8 @@ def interleave(
     try:
         start = time.perf_counter()
         for number in range(rounds.most if ready else 0):
-            if number >= rounds.least and time.perf_counter() - start > rounds.seconds:
+            slowest_us = max((entry.samples_us[0] for entry, _ in ready if number), default=0.0)
+            if rounds.enough(number, slowest_us, time.perf_counter() - start):
                 break
             turn = number % len(ready)
             for entry, prepared in (*ready[turn:], *ready[:turn]):

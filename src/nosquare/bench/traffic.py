@@ -13,9 +13,9 @@ from .cases import Case, Data, visible_pairs
 from .check import truths
 from .cuda import need_cuda
 from .peers import named
-from .report import MIB, NONE, two
 from .screen import progress
 from .timing import Entry, Result, admit
+from .words import MIB, NONE, two
 
 if TYPE_CHECKING:
     from rich.console import Console

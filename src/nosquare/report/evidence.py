@@ -74,6 +74,7 @@ class Entry:
     refused     why it was not timed; "" when it was
     samples_us  one a round, in the order in which they were taken
     checks      {"what", "error", "bound", "how"}: each output against the float64 oracle
+    errors      {"what", "most", "truth_most", "rms", "truth_rms"}: how far each output is from it
     peak_bytes  highest extra memory of one call: results included, inputs not
     traffic     bytes that moved, as counters of the hardware saw them
     """
@@ -86,6 +87,7 @@ class Entry:
     receipts: tuple[Mapping[str, Any], ...]
     peak_bytes: int | None
     traffic: Mapping[str, Any] | None
+    errors: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def median_us(self) -> float | None:
@@ -307,6 +309,7 @@ def _entry(c: Mapping[str, Any]) -> Entry:
         receipts=tuple(c.get("receipts") or ()),
         peak_bytes=None if peak is None else int(_number(peak)),
         traffic=c.get("traffic"),
+        errors=tuple(c.get("errors") or ()),
     )
 
 

@@ -6,6 +6,7 @@
 
     FILE suites [against WHO] [on MACHINE]         a row for each suite: mean of the ratios
     FILE cases SUITES [against WHO] [on MACHINE]   a row for each case: times, ratio, peaks
+    FILE aims [on MACHINE]                         what bench/aims.py aims at, for each processor
     FILE verify                                    a row for each function that was verified
 
 FILE names a file of records; SUITES are joined by commas. WHO is torch where left out; `best` is,
@@ -20,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench import cpu
+from ..bench.words import geometric_mean
 from ..errors import ArgumentError
+from . import aims
 from .claims import BEST, size
 from .evidence import Bench, Book, Entry, Source, places, when_and_where
 from .noise import Ratio, digits, paired
@@ -30,7 +32,9 @@ from .words import NONE, shared, suite_title, time
 
 MINE = "nosquare"
 EXAMPLE = "<!-- records: cpu suites -->"
-_MARKER = re.compile(r"([\w.-]+) (suites|verify|cases ([\w,-]+))(?: against (\S+))?(?: on (.+))?")
+_MARKER = re.compile(
+    r"([\w.-]+) (?:(aims|verify)|(suites|cases ([\w,-]+))(?: against (\S+))?)(?: on (.+))?"
+)
 BLOCK = re.compile(r"<!-- records: ([^>]*?) -->\n(.*?)<!-- /records -->", re.S)
 _OPEN, _CLOSE = re.compile(r"<!-- records:"), re.compile(r"<!-- /records -->")
 # a speed, a time, a size or a ratio: what only a record can know
@@ -55,12 +59,15 @@ class Wanted:
         if found is None:
             raise ArgumentError(
                 "This marker names no table of records.",
-                {"marker": repr(words), "tables": "FILE suites, FILE cases SUITES, FILE verify"},
+                {
+                    "marker": repr(words),
+                    "tables": "FILE suites, FILE cases SUITES, FILE aims, FILE verify",
+                },
                 f"{EXAMPLE}.",
             )
-        name, kind, suites, against, machine = found.groups(default="")
+        name, alone, kind, suites, against, machine = found.groups(default="")
         chosen = tuple(suites.split(",")) if suites else ()
-        return Wanted(name, kind.split()[0], chosen, against or "torch", machine)
+        return Wanted(name, alone or kind.split()[0], chosen, against or "torch", machine)
 
 
 def filled(text: str, folder: Path) -> str:
@@ -123,18 +130,19 @@ def table(wanted: Wanted, folder: Path) -> str:
         return _verify(book)
     cases = [b for b in book.bench if any(e.samples_us for e in b.entries.values())]
     cases = [b for b in cases if wanted.machine.lower() in b.source.machine.lower()]
-    if cases:
-        last = max(cases, key=lambda b: (b.source.utc, b.source.line))
-        cases = [b for b in cases if _place(b) == _place(last)]
-    if wanted.suites:
-        cases = [b for b in cases if b.suite in wanted.suites]
+    suites = aims.NAMES if wanted.table == "aims" else wanted.suites
+    cases = [b for b in cases if b.suite in suites or not suites]
     if not cases:
         raise ArgumentError(
             "No record is what this marker asks for.",
-            {"file": f"{wanted.name}.jsonl", "suites": ", ".join(wanted.suites) or "all",
+            {"file": f"{wanted.name}.jsonl", "suites": ", ".join(suites) or "all",
              "on": wanted.machine or "the newest record's machine"},
             f"{EXAMPLE}, or measure it: nosquare bench.",
         )  # fmt: skip
+    if wanted.table == "aims":
+        return "\n".join(aims.tables(cases))
+    last = max(cases, key=lambda b: (b.source.utc, b.source.line))
+    cases = [b for b in cases if _place(b) == _place(last)]
     make: Callable[[Sequence[Bench], str], list[str]] = {"suites": _suites, "cases": _cases}[
         wanted.table
     ]
@@ -161,19 +169,15 @@ def _suites(cases: Sequence[Bench], against: str) -> list[str]:
         mine = [b for b in cases if b.suite == suite]
         title = suite_title(mine[0]).partition(" (")[0]
         ratios = [r.middle for b in mine if (r := _ratio(b, against)) is not None]
-        rows.append(f"| {title} | {len(mine)} | {' | '.join(_summary(mine, ratios, against))} |")
+        rows.append(f"| {title} | {len(mine)} | {' | '.join(_summary(ratios))} |")
     return rows
 
 
-def _summary(cases: Sequence[Bench], ratios: Sequence[float], against: str) -> tuple[str, str]:
-    """(geometric mean, least to most); of a suite about the cost of a call, microseconds."""
-    extra = {s.letter for s in cpu.SUITES if s.aim.most_extra_us is not None}
-    if cases[0].suite in extra:
-        gaps = [g for b in cases if (g := _gap_us(b, against)) is not None]
-        return ("-", f"{min(gaps):.0f} to {max(gaps):.0f} us more a call") if gaps else ("-", "-")
+def _summary(ratios: Sequence[float]) -> tuple[str, str]:
+    """(geometric mean, least to most)."""
     if not ratios:
         return NONE, NONE
-    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     return f"{digits(mean)}x", f"{digits(min(ratios))}x to {digits(max(ratios))}x"
 
 
@@ -183,10 +187,12 @@ def _cases(cases: Sequence[Bench], against: str) -> list[str]:
     first = f"case (`{common}`)" if common else "case"
     rows = [f"| {first} | {other} | nosquare | ratio (95%) | peak, {other} | peak, nosquare |",
             "|---|---|---|---|---|---|"]  # fmt: skip
+    several = len({b.data["machine"]["threads"] for b in cases}) > 1
     for label, bench in zip(labels, cases, strict=True):
         mine, theirs = bench.entries.get(MINE), _other(bench, against)
         ratio = _ratio(bench, against)
-        cells = [f"`{label}`", *(_time(e) for e in (theirs, mine)), str(ratio or NONE),
+        threads = f", threads: {bench.data['machine']['threads']}" if several else ""
+        cells = [f"`{label}`{threads}", *(_time(e) for e in (theirs, mine)), str(ratio or NONE),
                  *(_peak(e) for e in (theirs, mine))]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -202,13 +208,6 @@ def _other(bench: Bench, against: str) -> Entry | None:
 def _ratio(bench: Bench, against: str) -> Ratio | None:
     mine, theirs = bench.entries.get(MINE), _other(bench, against)
     return None if mine is None or theirs is None else paired(theirs.samples_us, mine.samples_us)
-
-
-def _gap_us(bench: Bench, against: str) -> float | None:
-    mine, theirs = bench.entries.get(MINE), _other(bench, against)
-    if mine is None or theirs is None or mine.median_us is None or theirs.median_us is None:
-        return None
-    return mine.median_us - theirs.median_us
 
 
 def _time(entry: Entry | None) -> str:

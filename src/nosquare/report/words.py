@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..bench import cpu, cuda
+from ..bench import cuda
+from ..bench.aims import TITLES
 from .evidence import Bench
 
 NONE = "-"
@@ -14,9 +15,8 @@ def suite_title(bench: Bench) -> str:
     """What the cases of a record's suite have in common, in words."""
     if bench.suite == "-":
         return "cases of one's own"
-    letters = {suite.letter: suite.title for suite in cpu.SUITES}
     names = {name: suite.title for name, suite in cuda.SUITES.items()}
-    return {**letters, **names, "traffic": "bytes that one call moves"}.get(
+    return {**TITLES, **names, "traffic": "bytes that one call moves"}.get(
         bench.suite, f"suite {bench.suite}"
     )
 

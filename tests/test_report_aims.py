@@ -1,0 +1,133 @@
+"""README's table of what the CPU kernels are held to: from records, one for each processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nosquare as ns
+from nosquare.bench.aims import HEADS, SUITES
+from nosquare.report.readme import Wanted, faults, filled
+from report_helpers import CPU, SOFTWARE, bench, contestant, write
+
+MARKER = "<!-- records: made aims -->\n<!-- /records -->\n"
+FORWARD = "forward float32 B1 Hq8 Hk8 M{n} N{n} D64 causal(start)"
+DECODE = "decode bfloat16 B1 Hq1 Hk1 M1 N65536 D128 full()"
+DROPPED = "forward+backward float32 B1 Hq2 Hk2 M4096 N4096 D64 E128 full() dropout=0.1"
+INTEL = CPU | {"cpu": "Blue", "features": ["avx512", "amx_bf16"]}
+
+
+def errors(*rms: float) -> list[dict[str, Any]]:
+    return [
+        {"what": what, "most": 9.0, "truth_most": 9.0, "rms": one, "truth_rms": 1.0}
+        for what, one in zip(("o", "dq"), rms, strict=False)
+    ]
+
+
+def duel(suite: str, case: str, ratio: float, threads: int = 1, *, machine: Mapping[str, Any] = CPU,
+         mine: Sequence[float] = (1e-7,), theirs: Sequence[float] = (2e-7,), ran: str = "llvm_cpu",
+         **more: Any) -> dict[str, Any]:  # fmt: skip
+    """torch takes 1 ms, nosquare 1 ms over the ratio."""
+    entries = [
+        contestant("torch", [1000.0] * 7, errors=errors(*theirs)),
+        contestant("nosquare", [1000.0 / ratio] * 7, errors=errors(*mine), ran=ran),
+    ]
+    machine = {**machine, "threads": threads}
+    return bench(case, entries, suite=suite, machine=machine, **more)
+
+
+def refused(suite: str, case: str, threads: int) -> dict[str, Any]:
+    entries = [
+        contestant("torch", [1000.0] * 7),
+        contestant("nosquare", refused="wrong: o", ran=""),
+    ]
+    return bench(case, entries, suite=suite, machine={**CPU, "threads": threads})
+
+
+def roof(gemm: float, read: float | None = None) -> dict[str, Any]:
+    return {"ceiling": {"gemm_flops_per_s": gemm, "read_bytes_per_s": read, "how": "made up"}}
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Cells of each table of a text, heads and all, rules left out."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|--"):
+            continue
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split(" | ")])
+        elif found[-1]:
+            found.append([])
+    return [one for one in found if one]
+
+
+def test_table_by_hand(tmp_path: Path) -> None:
+    """Ratios 1 and 4 on one thread, 2.5 and none on two: means 2.00 and 2.50, aim 1.3, and two
+    of four miss it. 2 * 8 * 512^2 * 128 flops in 1 ms are 537 GF/s, half of this ceiling."""
+    first, second = FORWARD.format(n=512), FORWARD.format(n=1024)
+    write(tmp_path, [
+        duel("forward_fp32", first, 1.0, 1, **roof(2 * 536.870912e9)),
+        duel("forward_fp32", second, 4.0, 1, mine=(3e-7,)),
+        duel("forward_fp32", first, 2.5, 2, ran="torch_fused"),
+        refused("forward_fp32", second, 2),
+        duel("decode_one", DECODE, 2.0, 2, **roof(1.0, 2 * 67.108864e9)),
+        duel("dense", DROPPED, 5.0, 1),
+        duel("c", first, 100.0, 1),
+    ])  # fmt: skip
+    text = filled(MARKER, tmp_path)
+    (table,) = tables(text)
+    assert table == [
+        list(HEADS),
+        ["fp32 forward, N 512 to 4096", "-", "2.00 / 2.50 (1.3; 2 of 4 miss)", "-", "-", "50%",
+         "1.50", "llvm_cpu, torch_fused"],
+        ["decode, one head, fp32 and bf16, N 65536", "-", "-", "- / 2.00 (1.3)", "-", "50%",
+         "0.50", "llvm_cpu"],
+        ["dropout 0.1, or E != D: forward + backward, fp32 and bf16, N 4096", "5.00 / - (4.0)",
+         "-", "-", "-", "-", "-", "llvm_cpu"],
+    ]  # fmt: skip
+    assert "Made Up 9000 (avx2), with 1 / 2 threads, torch 2.13.0, 2026-12-01" in text
+    assert "(docs/records/made.jsonl:1-6):" in text
+
+
+def test_each_processor_has_its_table_of_its_newest_records(tmp_path: Path) -> None:
+    case, old = FORWARD.format(n=512), {"utc": "2026-11-01T00:00:00Z"}
+    new = {"software": SOFTWARE | {"torch": "2.14.0"}, "utc": "2026-12-05T00:00:00Z"}
+    write(tmp_path, [
+        duel("forward_fp32", case, 3.0, machine=INTEL, **old),
+        duel("forward_fp32", case, 2.0, machine=INTEL),
+        duel("forward_fp32", FORWARD.format(n=1024), 2.0, machine=INTEL, **old),
+        duel("forward_fp32", case, 9.0),
+        duel("forward_fp32", case, 5.0, **new),
+    ])  # fmt: skip
+    text = filled(MARKER, tmp_path)
+    blue, made_up = tables(text)
+    assert blue[1][2] == "2.00 (1.3)"
+    assert made_up[1][2] == "5.00 (1.3)"
+    assert ("Blue (avx512, amx_bf16), with 1 thread, torch 2.13.0, 2026-11-01 to 2026-12-01 "
+            "(docs/records/made.jsonl:2-3):") in text  # fmt: skip
+    assert "torch 2.14.0, 2026-12-05 (docs/records/made.jsonl:5):" in text
+    assert len(tables(filled(MARKER.replace("aims", "aims on Blue"), tmp_path))) == 1
+
+
+def test_a_changed_record_changes_the_table(tmp_path: Path) -> None:
+    case = FORWARD.format(n=512)
+    write(tmp_path, [duel("forward_fp32", case, 2.0)])
+    right = filled(MARKER, tmp_path)
+    assert faults("R.md", right, tmp_path) == []
+    assert filled(right, tmp_path) == right
+    write(tmp_path, [duel("forward_fp32", case, 1.9)])
+    (fault,) = faults("R.md", right, tmp_path)
+    assert "2.00 (1.3)" in fault.splitlines()[1]
+    assert "1.90 (1.3)" in fault.splitlines()[3]
+
+
+def test_no_record_of_a_line(tmp_path: Path) -> None:
+    write(tmp_path, [duel("c", FORWARD.format(n=512), 2.0)])
+    with pytest.raises(ns.ArgumentError) as caught:
+        filled(MARKER, tmp_path)
+    assert caught.value.sentence == "No record is what this marker asks for."
+    assert caught.value.values["suites"] == ", ".join(s.name for s in SUITES)
+    assert Wanted.parse("cpu aims on Blue") == Wanted("cpu", "aims", (), "torch", "Blue")
