@@ -27,7 +27,7 @@ from nosquare.fit.model import Model  # noqa: E402
 def one_thread_no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The adapter registered, one thread, and nothing said of what lies inside its operator."""
     adapter.register()
-    monkeypatch.setattr(heads, "tile_bytes", lambda r, a: 0)
+    monkeypatch.setattr(heads, "tile_bytes", lambda *_: 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

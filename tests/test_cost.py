@@ -16,7 +16,7 @@ from nosquare.device import Device, known
 from nosquare.estimate import contiguous
 from nosquare.mask import Mask
 from nosquare.problem import Problem
-from nosquare.traffic import ATOMIC, QUERIES_OUTSIDE, SEPARATE, Tiling
+from nosquare.traffic import ATOMIC, KEYS_OUTSIDE, QUERIES_OUTSIDE, SEPARATE, Tiling
 
 MIB, GIB = 2**20, 2**30
 H200 = known("h200")
@@ -159,7 +159,7 @@ def test_forward_traffic_is_that_of_the_loops(p: Problem, tiling: Tiling) -> Non
     assert traffic.forward(p, H200, tiling).l2_bytes == moved
 
 
-@pytest.mark.parametrize("how", [ATOMIC, SEPARATE, QUERIES_OUTSIDE])
+@pytest.mark.parametrize("how", [ATOMIC, KEYS_OUTSIDE, SEPARATE, QUERIES_OUTSIDE])
 @pytest.mark.parametrize(("p", "tiling"), CASES)
 def test_backward_traffic_is_that_of_the_loops(p: Problem, tiling: Tiling, how: str) -> None:
     b, wide, tiles = p.dtype.itemsize, 4, tiles_of(p, tiling)
@@ -174,8 +174,8 @@ def test_backward_traffic_is_that_of_the_loops(p: Problem, tiling: Tiling, how: 
         moved += 2 * all_keys * (d + e) * b  # k, v; dk, dv
         for _, rows, _ in tiles:
             moved += rows * ((d + e) * b + 2 * wide)  # q, do, lse, delta
-            moved += rows * 2 * wide * d if how == ATOMIC else 0
-        if how == ATOMIC:
+            moved += rows * 2 * wide * d if how in (ATOMIC, KEYS_OUTSIDE) else 0
+        if how in (ATOMIC, KEYS_OUTSIDE):
             moved += all_rows * d * (2 * wide + b)  # zeroed, read, written
         else:
             moved += all_rows * ((d + e) * b + 2 * wide + d * b)

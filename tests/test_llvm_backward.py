@@ -15,12 +15,13 @@ from torch import Tensor
 
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, rnd
+from nosquare.backends import BACKWARD
 from nosquare.errors import UnsupportedError
 from nosquare.inputs import Inputs, Spec
 from nosquare.problem import Problem
 
 pytest.importorskip("llvmlite", reason="llvm_cpu generates code with llvmlite")
-from nosquare.backends.llvm_cpu import call, elementary, grad_kernel, gradients, ir, target
+from nosquare.backends.llvm_cpu import call, elementary, grad_kernel, gradients, ir, target, yields
 from nosquare.backends.llvm_cpu.compiled import Code
 from nosquare.backends.llvm_cpu.grad_weights import Spec as Written
 
@@ -325,7 +326,7 @@ def test_refusals_are_where_torch_is_sooner() -> None:
         c = case(**{"m": 100, "n": 100, "d": 64, **sizes})
         x = Inputs(c.q, c.k, c.v, options.get("bias"))
         spec = Spec(options.get("mask", "full()"), softcap=options.get("softcap"))
-        return "; ".join(gradients.slower(Problem.of(x, spec)))
+        return "; ".join(yields(Problem.of(x, spec), BACKWARD))
 
     assert "5,120,000 products" in why()
     assert why(m=200, n=200) == why(dtype=torch.bfloat16) == why(e=32) == ""

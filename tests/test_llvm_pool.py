@@ -13,7 +13,8 @@ from torch import Tensor
 from nosquare.backends.llvm_cpu import pool
 from nosquare.backends.llvm_cpu.compiled import compiled
 from nosquare.backends.llvm_cpu.ir import Module
-from nosquare.backends.llvm_cpu.target import host, why_not
+from nosquare.backends.llvm_cpu.ready import why_not
+from nosquare.backends.llvm_cpu.target import host
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -109,19 +109,20 @@ def test_torchs_kernel_takes_what_torch_fused_says(
     if token_major:
         x = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x]
     with ns.receipts() as log:
-        ns.attention(*x, mask=mask)
-    assert log[0].backend == "torch_fused"
+        ns.attention(*x, mask=mask, backend="torch_fused")
     assert log[0].workspace_bytes is not None
     lse_bytes = 4 * 2 * 4 * m * (2 if dtype == torch.float64 else 1)
-    assert inside(lambda: [ns.attention(*x, mask=mask)]) == log[0].workspace_bytes + lse_bytes
+    assert (
+        inside(lambda: [ns.attention(*x, mask=mask, backend="torch_fused")])
+        == log[0].workspace_bytes + lse_bytes
+    )
     if dtype in (torch.bfloat16, torch.float16):
-        return  # backward is torch_any's
+        return  # it has no backward of them
     x = [t.requires_grad_() for t in x]
-    o = ns.attention(*x, mask=mask)
+    o = ns.attention(*x, mask=mask, backend="torch_fused")
     do = torch.ones_like(o)
     with ns.receipts() as log:
         torch.autograd.grad(o, x, do, retain_graph=True)
-    assert log[0].backend == "torch_fused"
     seen = inside(lambda: torch.autograd.grad(o, x, do, retain_graph=True))
     assert seen == log[0].workspace_bytes
 
@@ -142,13 +143,14 @@ def test_the_lengths_of_packed_sequences_are_not_known(monkeypatch: pytest.Monke
 
 
 def test_tiles_are_those_of_the_plan_or_as_asked() -> None:
-    p = contiguous(SIZES, torch.float32, "causal(end)", softcap=1.0)
+    p = contiguous(SIZES, torch.float64, "causal(end)", softcap=1.0)
     found = cost(p)
     assert found.device == describe("cpu")
     assert found.forward.traffic is not None
     assert found.forward.traffic.tiling.source == "torch_any's plan"
     assert found.forward.traffic.tiling.rows == 4 * (512 // 4)
     assert "  not torch_fused: it has no softcap" in found.notes
+    assert "  not llvm_cpu: it computes in float32, and these are float64" in found.notes
     asked = cost(p, "cpu", tiles=(32, 64)).forward.traffic
     assert asked is not None
     assert (asked.tiling.rows, asked.tiling.tile_n) == (32, 64)
@@ -162,7 +164,9 @@ def test_tiles_are_those_of_the_plan_or_as_asked() -> None:
 
 
 def test_each_pass_has_the_tiles_of_who_runs_it() -> None:
-    found = cost(contiguous(SIZES, torch.bfloat16, grads="qkv"))
+    """torch_fused, which does not tell its tiles, has no gradient of a bias."""
+    p = contiguous(SIZES, torch.float64, grads="qkvb", bias=(512, 512))
+    found = cost(p)
     assert "runs on torch_fused" in found.notes[0]
     assert found.forward.traffic is not None
     assert "fast memory" in found.forward.traffic.tiling.source
@@ -331,12 +335,12 @@ def test_features_reach_the_problem() -> None:
 def test_a_cpu_is_measured_and_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = Device("cpu", "a processor", 2, 0, (), 1 << 20, 1 << 25, 1e10, {"float32": 1e11},
+    facts = Device("cpu", "a processor", 2, 0, (), 1 << 20, 1 << 25, 1e10, {"float64": 1e11},
                    "measured here")  # fmt: skip
     monkeypatch.setattr("nosquare.plan.measured", lambda word: facts)
-    plan(LINE.replace("bfloat16", "float32"), "cpu")
+    plan(LINE.replace("bfloat16", "float64"), "cpu")
     text = capsys.readouterr().out
-    assert "a processor, 2 units, 10.00 GB/s, float32 100.00 GFLOP/s (measured" in text
+    assert "a processor, 2 units, 10.00 GB/s, float64 100.00 GFLOP/s (measured" in text
     assert "Here forward runs on torch_fused: torch's flash attention for CPUs, causal." in text
     assert "torch_fused does not tell its tiles: the largest usual ones are assumed." in text
 

@@ -26,7 +26,7 @@ def train(c: Any, **options: Any) -> None:
 
 
 def test_a_receipt_of_forward_and_backward() -> None:
-    c = case(mask=ns.Causal(), softcap=2.0)
+    c = case(mask=ns.Causal(), softcap=2.0, dtype=torch.float64)  # torch_any's alone
     with ns.receipts() as log:
         train(c)
     forward, backward = log
@@ -35,11 +35,12 @@ def test_a_receipt_of_forward_and_backward() -> None:
     assert forward.kernels == ("torch tiles",)
     assert backward.kernels == ("torch tiles backward",)
     assert forward.plan == "tiles 37 x 53, 2 batch entries x 2 key heads at a time"
-    assert forward.workspace_bytes == 2 * 4 * 37 * 53 * 4  # one tile of scores
-    sums = 2 * 2 * 53 * (16 + 16) * 4  # dk and dv in float32
+    assert forward.workspace_bytes == 2 * 4 * 37 * 53 * 8  # one tile of scores
+    sums = 2 * 2 * 53 * (16 + 16) * 8  # dk and dv in float64
     assert backward.workspace_bytes == sums + 2 * forward.workspace_bytes
     assert forward.copies == backward.copies == ()
-    assert set(forward.refusals) == {"torch_fused"}
+    assert set(forward.refusals) == {"llvm_cpu", "torch_fused"}
+    assert "it computes in float32, and these are float64" in forward.refusals["llvm_cpu"]
     assert "it has no softcap" in forward.refusals["torch_fused"]
     assert forward.problem.grads == "qkv"
     text = str(log)

@@ -78,6 +78,14 @@ def contiguous(
     return Problem((s["B"],), dtype=dtype, device=device, scale=scale, mask=mask, **fields)
 
 
+def workspace_bytes(problem: Problem, device: torch.device, phase: str) -> int | None:
+    """What the backend takes, beside inputs and outputs, that would run a phase of the problem on a
+    device of this machine; None where it does not tell. Raises UnsupportedError where none can."""
+    p = replace(problem, device=device)
+    found: int | None = _told(choose(p, phase), "workspace_bytes", p, phase)
+    return found
+
+
 def present(device: torch.device | str) -> Device:
     """The facts of a torch device of this machine. Raises ArgumentError when it is not here."""
     try:

@@ -37,6 +37,7 @@ ROWS, KEYS = (256, 192, 128, 64), (128, 64, 32, 16)
 # how backward sums dq, dk and dv
 ATOMIC = "dq by atomic adds"  # key tiles outside; dq in float32, read and written for each
 SEPARATE = "dq by a pass of its own"  # key tiles outside, then query tiles outside; repeatable
+KEYS_OUTSIDE = "dq summed in memory"  # the same traffic, in one order: repeatable
 QUERIES_OUTSIDE = "dk and dv summed in memory"  # query tiles outside
 
 
@@ -45,7 +46,7 @@ class Tiling:
     """Tiles of a schedule: `rows` of scores (queries times the query heads of a group) by keys.
 
     splits    parts of the keys that are worked on side by side and merged
-    backward  ATOMIC, SEPARATE or QUERIES_OUTSIDE
+    backward  ATOMIC, SEPARATE, KEYS_OUTSIDE or QUERIES_OUTSIDE
     source    where these tiles come from, in words
     """
 
@@ -168,8 +169,8 @@ def backward(p: Problem, device: Device, tiling: Tiling, arrays: Sequence[Tensor
         far = _once_or_waves(device, _query_tiles(p, tiling), once, stream, p.N * (s.kv + sums))
         other = parts["q+o+do+lse"] + parts["dq+dk+dv"] + s.bias
         return _traffic(tiling, parts, None if far is None else far + other)
-    atomic = tiling.backward == ATOMIC and "q" in p.grads
-    held = row + (2 * s.wide * p.D if atomic else 0)  # of a row, for each key tile that it visits
+    summed = tiling.backward in (ATOMIC, KEYS_OUTSIDE) and "q" in p.grads
+    held = row + (2 * s.wide * p.D if summed else 0)  # of a row, for each key tile that it visits
     parts = {
         "delta": delta,
         "k+v": kv_once,
@@ -178,14 +179,14 @@ def backward(p: Problem, device: Device, tiling: Tiling, arrays: Sequence[Tensor
         "dk+dv": gradients,
         "bias": _bias_stream(p, v) * s.b,
     }
-    if atomic:  # zeroed before, rounded after
+    if summed:  # zeroed before, rounded after
         parts["dq"] = dq + 2 * s.rows * s.wide * p.D
     elif "q" in p.grads:
         parts["dq"] = dq + s.rows_read * row + kv_stream
     tiles = -(-p.N // tiling.tile_n)
     far = _once_or_waves(device, tiles, s.rows_read * held, v.queries * held, p.G * p.M * held)
     other = delta + kv_once + gradients + s.bias + parts.get("dq", 0)
-    if not atomic and "q" in p.grads:
+    if not summed and "q" in p.grads:
         other += kv_once - kv_stream
     return _traffic(tiling, parts, None if far is None else far + other)
 

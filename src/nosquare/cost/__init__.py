@@ -23,7 +23,7 @@ from ..device import Device
 from ..errors import ArgumentError
 from ..pairs import Pairs, pairs, reached
 from ..problem import Problem
-from ..traffic import ATOMIC, QUERIES_OUTSIDE, Tiling, Traffic, default_tiling
+from ..traffic import ATOMIC, KEYS_OUTSIDE, QUERIES_OUTSIDE, Tiling, Traffic, default_tiling
 from .account import account
 
 PHASES = ("training", "prefill", "decode")
@@ -204,7 +204,7 @@ def kernel_workspace(p: Problem, tiling: Tiling | None) -> tuple[int | None, int
     rows, keys, wide = entries * p.Hq * p.M, entries * p.Hk * p.N, p.lse_dtype.itemsize
     forward = rows * tiling.splits * wide * (p.E + 2) if tiling.splits > 1 else 0
     backward = rows * wide
-    if tiling.backward == ATOMIC and "q" in p.grads:
+    if tiling.backward in (ATOMIC, KEYS_OUTSIDE) and "q" in p.grads:
         backward += rows * wide * p.D
     if tiling.backward == QUERIES_OUTSIDE:
         backward += keys * wide * (p.D + p.E)

@@ -8,13 +8,20 @@ the queries at decoding, as the paper describes (DeepSeek-V2, arXiv:2405.04434, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
+
+from ..backends import FORWARD
+from ..estimate import contiguous, workspace_bytes
+from ..problem import Problem
 from .model import Attention, Layer
 from .pieces import FLOAT32, INT64, Run, norm
 from .tape import ATTENTION, Tape, cache_role
 
-# torch_any works on this many scores at once, on a card and on a CPU, 512 rows at a time
+# torch_any works on this many scores at once on a card, 512 rows at a time
 # (backends/torch_any/tiling.py)
-TILE_ELEMENTS, TILE_ELEMENTS_CPU, TILE_ROWS = 1 << 25, 1 << 20, 512
+TILE_ELEMENTS, TILE_ROWS = 1 << 25, 512
 
 
 def attend(t: Tape, r: Run, layer: Layer, i: int, source: str, out: str) -> None:
@@ -188,15 +195,47 @@ def core(t: Tape, r: Run, a: Attention, q: str = "q") -> None:
         _copied(t, r, a)
 
 
-def tile_bytes(r: Run, a: Attention) -> int:
-    """What the tiles take at most: nothing to speak of in torch's fused kernels, which serve where
-    there is no window, cap or sink and D = E; else torch_any's tiles of scores, q, k, v and o."""
-    keys = seen(r, a)
-    windowed = a.window is not None and a.window < keys
-    if not (windowed or a.softcap or a.sinks or a.D != a.E):
+def tile_bytes(r: Run, a: Attention, phase: str = FORWARD) -> int:
+    """What attention takes inside at most, beside its results.
+
+    On a CPU, as the backend says that would run it here. On a card, which need not be here:
+    nothing to speak of in torch's fused kernels, which serve where there is no window, cap or sink
+    and D = E; else torch_any's tiles of scores, q, k, v and o.
+    """
+    if not r.cuda:
+        return _said(_problem(r, a), phase, torch.get_num_threads())
+    if phase != FORWARD or not (_windowed(r, a) or a.softcap or a.sinks or a.D != a.E):
         return 0
-    scores = min(r.T * a.Hq * keys, TILE_ELEMENTS if r.cuda else TILE_ELEMENTS_CPU)
+    scores = min(r.T * a.Hq * seen(r, a), TILE_ELEMENTS)
     return FLOAT32 * (scores + scores * 3 * (a.D + a.E) // TILE_ROWS)
+
+
+@lru_cache(maxsize=1024)
+def _said(p: Problem, phase: str, threads: int) -> int:
+    """What the backend says that would run a phase on this CPU, with its threads as they are."""
+    return workspace_bytes(p, torch.device("cpu"), phase) or 0
+
+
+def _problem(r: Run, a: Attention) -> Problem:
+    """The problem of one layer, as the adapter of transformers puts it."""
+    D, E, Hk = a.D, a.E, a.Hk
+    if a.latent is not None and absorbed(r, a):
+        D, E, Hk = a.latent.rank + a.latent.rope, a.latent.rank, 1
+    mask = "causal(end)" if r.model.causal else "full()"
+    if a.window is not None and _windowed(r, a):
+        mask += f"&window(before={a.window - 1},after=0)"
+    return contiguous(
+        {"B": r.B, "Hq": a.Hq, "Hk": Hk, "M": r.M, "N": seen(r, a), "D": D, "E": E},
+        torch.float32 if r.d == FLOAT32 else torch.bfloat16,
+        mask,
+        softcap=1.0 if a.softcap else None,
+        sinks=(a.Hq,) if a.sinks else None,
+        grads="qkv" if r.training else "",
+    )
+
+
+def _windowed(r: Run, a: Attention) -> bool:
+    return a.window is not None and a.window < seen(r, a)
 
 
 def seen(r: Run, a: Attention) -> int:

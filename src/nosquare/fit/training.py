@@ -11,10 +11,12 @@ are most, which is less exact: tests/test_fit_training.py says by how much.
 
 from __future__ import annotations
 
+from ..backends import BACKWARD
 from .forward import forward
+from .heads import tile_bytes
 from .model import EMBEDDINGS, HEAD, Attention, Layer
 from .pieces import FLOAT32, INT64, Run
-from .tape import GRADIENTS, LOGITS, Tape
+from .tape import ATTENTION, GRADIENTS, LOGITS, Tape
 
 
 def training(r: Run, weight_bytes: int) -> Tape:
@@ -34,7 +36,9 @@ def training(r: Run, weight_bytes: int) -> Tape:
         t.new(f"gradients of layer {i}", layers[i] * weight_bytes, GRADIENTS)
         t.passing("gradients in flight", _feedforward_flight(r, layer))
         t.unwind()
+        t.new("tiles", 0 if r.eager else tile_bytes(r, layer.attention, BACKWARD), ATTENTION)
         t.passing("gradients in flight", _attention_flight(r, layer.attention))
+        t.free("tiles")
         t.unwind()
     # the tied matrix gets a second gradient, which is then added to the first
     t.new("gradients of the embeddings", parameters[EMBEDDINGS] * weight_bytes, GRADIENTS)

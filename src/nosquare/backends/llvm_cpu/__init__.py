@@ -16,14 +16,26 @@ from torch import Tensor
 from ...inputs import Inputs
 from ...problem import Problem
 from ...receipt import Ran
-from .. import FORWARD, Grads
+from .. import BACKWARD_LSE, FORWARD, Grads
 from . import decode, gradients, prefill
 from .call import even
-from .target import host, why_not
+from .ready import why_not
+from .said import tiling
+from .target import host
 
-# Asked last for now, so it runs where it is named: backend="llvm_cpu". It moves up to 300 once it
-# has been measured on an idle machine, and `nosquare fit` and `plan` tell its tiles.
-RANK = 950
+# Asked first on a CPU. Where torch's own kernel has done a small problem before this one has begun,
+# yields() leaves it to torch_fused; where nothing can be generated, ready.py says why.
+RANK = 300
+__all__ = [
+    "RANK",
+    "backward",
+    "forward",
+    "plan",
+    "refusals",
+    "tiling",
+    "workspace_bytes",
+    "yields",
+]
 FORWARD_KERNELS: tuple[Any, ...] = (decode, prefill)
 BACKWARD_KERNELS: tuple[Any, ...] = (gradients,)
 _POSITIONS = 1 << 31  # positions are counted in 32 bits
@@ -31,7 +43,7 @@ _POSITIONS = 1 << 31  # positions are counted in 32 bits
 
 def refusals(problem: Problem, phase: str) -> list[str]:
     """What stands against every kernel; empty when one of them can serve."""
-    why = _common(problem, phase)
+    why = _common(problem)
     if why:
         return why
     kernels = _kernels(phase)
@@ -40,10 +52,24 @@ def refusals(problem: Problem, phase: str) -> list[str]:
 
 
 def yields(problem: Problem, phase: str) -> list[str]:
-    """Why torch's own kernels should have a problem that the first kernel here could run too."""
+    """Why torch's own kernel should have a problem that the first kernel here could run too."""
+    if not _torch_has_it(problem, phase):
+        return []
     kernel = next(kernel for kernel in _kernels(phase) if not kernel.refusals(problem))
     reasons: list[str] = kernel.slower(problem)
     return reasons
+
+
+def _torch_has_it(p: Problem, phase: str) -> bool:
+    """Whether torch's own kernel for CPUs keeps the contract on this problem. Where it does not,
+    torch_any would run what is left to others, and that is slower at any size."""
+    extras = (p.softcap, p.bias, p.sinks, p.alibi, p.p or None)
+    masks = ("full()", "causal(start)", *(("causal(end)",) if p.M in (1, p.N) else ()))
+    if p.packed or p.batch_invariant or p.D != p.E or not p.scale > 0 or p.mask not in masks:
+        return False
+    short = p.dtype in (torch.bfloat16, torch.float16)
+    sums_exactly = phase == FORWARD or not (short or phase == BACKWARD_LSE)
+    return sums_exactly and extras == (None,) * 5
 
 
 def plan(problem: Problem, phase: str) -> Any:
@@ -84,7 +110,7 @@ def _of(plan: Any, phase: str) -> Any:
     return next(kernel for kernel in _kernels(phase) if isinstance(plan, kernel.Plan))
 
 
-def _common(p: Problem, phase: str) -> list[str]:
+def _common(p: Problem) -> list[str]:
     """What no kernel here does."""
     if p.device.type != "cpu":
         return [f"it generates code for processors, and the tensors are on {p.device.type}"]
@@ -92,7 +118,6 @@ def _common(p: Problem, phase: str) -> list[str]:
         reason
         for reason, there in (
             ("it computes in float32, and these are float64", p.dtype == torch.float64),
-            ("it has no backward of packed sequences", p.packed and phase != FORWARD),
             ("it is not asked for empty problems", 0 in (p.B, p.Hq, p.M, p.N, p.E)),
             ("the batch axes are not evenly strided", not p.packed and not even(p)),
             ("positions do not fit 32 bits", p.M + p.N >= _POSITIONS),
@@ -102,6 +127,5 @@ def _common(p: Problem, phase: str) -> list[str]:
     names = [name for name, s in zip("qkv", p.strides, strict=True) if s[-1] != 1]
     if names:
         why.append(f"the last axis of {' and '.join(names)} is strided")
-    missing = why_not()
-    why += [] if missing is None else [missing]
-    return why
+    missing = None if why else why_not()  # asked last: it loads LLVM
+    return why if missing is None else [missing]

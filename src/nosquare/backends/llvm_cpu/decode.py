@@ -52,24 +52,15 @@ def refusals(p: Problem) -> list[str]:
         why.append("it decodes without dropout")
     if p.packed:
         why.append("it decodes no packed sequences")
-    if p.packed:
-        why.append("it decodes no packed sequences")
     return why
 
 
 def slower(p: Problem) -> list[str]:
-    """Why torch's own kernel should decode, where there is so little to do that it is done before
-    this one has filled its block."""
-    plain = p.softcap is None and p.bias is None and p.sinks is None and p.alibi is None
-    plain = (
-        plain
-        and not p.packed
-        and p.D == p.E
-        and p.mask in ("full()", "causal(end)", "causal(start)")
-    )
+    """Why torch's own kernel should decode, if it can, where there is so little to do that it is
+    done before this one has filled its block."""
     soon = SOON_ROWS if p.G * p.M > 1 else SOON
     read = _read_bytes(p, p.N)
-    if p.G * p.M > ROWS or not plain or read >= (soon if p.dtype == torch.float32 else SOON_SHORT):
+    if read >= (soon if p.dtype == torch.float32 else SOON_SHORT):
         return []
     return [f"with {read:,} bytes of keys and values torch's own kernel is done sooner"]
 
@@ -83,7 +74,12 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
     """Parts and counters; None where the mask has arrays, which nobody has here."""
     if "t0" in p.mask:
         return None
-    return _work_bytes(p.B * p.Hk, _parts(*bind(p).span(0, p.M)), plan)
+    return _work_bytes(p.B * p.Hk, chunks(p), plan)
+
+
+def chunks(p: Problem) -> int:
+    """Parts that a key head is cut into; with a mask of arrays, that nobody has here, at most."""
+    return _parts(*((0, p.N) if "t0" in p.mask else bind(p).span(0, p.M)))
 
 
 class _Ready(NamedTuple):

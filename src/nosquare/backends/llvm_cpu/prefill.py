@@ -50,9 +50,7 @@ def refusals(p: Problem) -> list[str]:
 
 
 def slower(p: Problem) -> list[str]:
-    """Where torch's own kernel can do the same, and sooner."""
-    if not _plain(p):
-        return []
+    """Where torch's own kernel, if it has this problem, is sooner."""
     if p.dtype == torch.bfloat16 and "+amx-bf16" in host().features:
         return ["torch multiplies bfloat16 with AMX here, which no kernel of ours uses yet"]
     least = LEAST[p.dtype]
@@ -60,15 +58,6 @@ def slower(p: Problem) -> list[str]:
     if count < least:
         return [f"with fewer than {least} products torch's own kernel has done before it starts"]
     return []
-
-
-def _plain(p: Problem) -> bool:
-    """Whether torch's own kernel for CPUs takes it as well."""
-    more = (p.softcap, p.bias, p.sinks, p.alibi, p.p or None)
-    if p.packed:
-        return False
-    causal = p.M == p.N and p.mask in ("causal(end)", "causal(start)")
-    return (causal or p.mask == "full()") and p.D == p.E and all(t is None for t in more)
 
 
 def plan(p: Problem, target: Target) -> Plan:

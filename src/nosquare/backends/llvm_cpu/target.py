@@ -60,12 +60,3 @@ def host(isa: str | None = None) -> Target:
     lanes, vectors, _, more = _ISAS[name]
     features = ",".join(word for word in (found.flatten(), more) if word)
     return Target(name, lanes, vectors, llvm.get_host_cpu_name(), features)
-
-
-def why_not() -> str | None:
-    """Why no code can be generated here, in words; None where it can."""
-    try:
-        host()
-    except UnsupportedError as e:
-        return f"{e.args[0].splitlines()[0]}"
-    return None
