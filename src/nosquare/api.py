@@ -164,13 +164,14 @@ def _call(
         spec, x = _read(Inputs(q, k, v, cu_q=cu_q, cu_k=cu_k), options)
     else:
         spec = _BARE[torch.are_deterministic_algorithms_enabled()]
-        x = Inputs(q, k, v, cu_q=cu_q, cu_k=cu_k)
+        x = Inputs(q, k, v, None, None, None, None, cu_q, cu_k)
     check_types(x)
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        q, k, v = _autocast(q, k, v)
-        x = x._replace(q=q, k=k, v=v)
-    if options.get("check_finite"):
+    if torch._C._is_any_autocast_enabled():
+        kind = q.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            q, k, v = _autocast(q, k, v)
+            x = x._replace(q=q, k=k, v=v)
+    if options and options.get("check_finite"):
         look_for_non_finite(x, spec)
     return spec, x
 

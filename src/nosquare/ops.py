@@ -64,15 +64,16 @@ def run_backward(
 def decide(spec: Spec, x: Inputs, phase: str, grads: str) -> tuple[Problem, Choice]:
     """The checked problem and who runs it; remembered by the form of the call."""
     q, k, v = x.q, x.k, x.v
-    key: tuple[Any, ...] = (spec, phase, grads, q.shape, k.shape, v.shape, q.stride(), k.stride())
-    key += (v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    form = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
+    # plans on a CPU share the work among torch's threads
+    where = q.device, k.device, v.device, torch.get_num_threads()
+    key: tuple[Any, ...] = (spec, phase, grads, form, where)
     if q.is_cuda:  # vector loads need 16 bytes; a CPU does not care
         key += (offset(q), offset(k), offset(v))
-    else:  # plans share the work among torch's threads
-        key += (torch.get_num_threads(),)
-    for i, t in enumerate(x[3:9]):
-        if t is not None:
-            key += (i, t.shape, t.stride(), t.dtype, t.device)
+    if not (x.bias is x.sinks is x.alibi is x.seed is x.cu_q is x.cu_k is None):
+        for i, t in enumerate(x[3:9]):
+            if t is not None:
+                key += (i, t.shape, t.stride(), t.dtype, t.device)
     for t in x.arrays:
         key += (t.shape, t.device)
     hit = _DECISIONS.get(key)
