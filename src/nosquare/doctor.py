@@ -25,6 +25,9 @@ def doctor() -> None:
         print(f"\n{device}: {facts.name}, {facts.units} {unit}, {memory}, {features}")
         _problems(device)
     print(f"\nBackends, in the order in which they are asked: {', '.join(discover())}")
+    for name, backend in discover().items():
+        for line in getattr(backend, "remarks", list)():
+            print(f"  {name}: {line}")
     print("ns.explain(q, k, v, ...) answers the same for any call of yours.")
 
 
@@ -35,13 +38,14 @@ def _devices() -> list[str]:
 
 
 def _problems(device: str) -> None:
-    """Typical problems, 8 query heads on 2 key heads. Made small: only their form decides."""
+    """Typical problems, 8 query heads on 2 key heads. Made small: their form decides, and on a CPU
+    whether there is enough to do for a kernel of ours."""
     half = torch.bfloat16 if device != "mps" else torch.float16
-    n = 256
+    n, cached = 256, 4096
 
     def who(title: str, m: int = n, dtype: torch.dtype = torch.float32, **options: object) -> None:
         q = torch.zeros(1, 8, m, 64, dtype=dtype, device=device)
-        k = torch.zeros(1, 2, n, 64, dtype=dtype, device=device)
+        k = torch.zeros(1, 2, cached if m == 1 else n, 64, dtype=dtype, device=device)
         q.requires_grad_("training" in title)
         answer = explain(q, k, k, **options)  # type: ignore[arg-type]
         for phase, name in answer.chosen.items():

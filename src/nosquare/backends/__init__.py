@@ -42,6 +42,8 @@ class Backend(Protocol):
 
     workspace_bytes  that its receipt will name; None where that depends on the data
     tiling           its schedule, a traffic.Tiling
+
+    and remarks(), lines about this machine for `nosquare doctor`.
     """
 
     RANK: int

@@ -1,6 +1,6 @@
 """llvm_cpu: kernels generated as LLVM IR for this processor, run on torch's own threads.
 
-Needs llvmlite (`pip install nosquare[cpu]`); imports it when the first kernel is made. A kernel
+Needs llvmlite (`pip install "nosquare[cpu]"`); imports it when it is first asked. A kernel
 family is a module with refusals(problem), plan(problem, target), workspace_bytes(problem, plan) and
 forward(problem, plan, x), or backward(...): FORWARD_KERNELS and BACKWARD_KERNELS list them, and the
 first that has nothing to object runs.
@@ -17,7 +17,7 @@ from ...inputs import Inputs
 from ...problem import Problem
 from ...receipt import Ran
 from .. import BACKWARD_LSE, FORWARD, Grads
-from . import decode, gradients, prefill
+from . import decode, disk, gradients, prefill
 from .call import even
 from .ready import why_not
 from .said import tiling
@@ -32,6 +32,7 @@ __all__ = [
     "forward",
     "plan",
     "refusals",
+    "remarks",
     "tiling",
     "workspace_bytes",
     "yields",
@@ -49,6 +50,11 @@ def refusals(problem: Problem, phase: str) -> list[str]:
     kernels = _kernels(phase)
     found = [kernel.refusals(problem) for kernel in kernels]
     return [] if any(not reasons for reasons in found) else [w for ws in found for w in ws]
+
+
+def remarks() -> list[str]:
+    """What else `nosquare doctor` should say of this machine."""
+    return [why_not() or disk.state()]
 
 
 def yields(problem: Problem, phase: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +18,8 @@ class Target:
     lanes     float32 in one vector register
     vectors   how many vector registers there are
     cpu, features  LLVM's words
+    tiles     "amx", "" where there are none, "emulated" in tests (tiles.py)
+    triple    of another machine, to read what it would run; "" for this one
     """
 
     isa: str
@@ -23,6 +27,13 @@ class Target:
     vectors: int
     cpu: str
     features: str
+    tiles: str = ""
+    triple: str = ""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether one instruction multiplies pairs of bfloat16 (AVX512-BF16)."""
+        return self.isa == "avx512" and "+avx512bf16" in self.features
 
 
 # lanes and vectors of each, the features it needs, and what LLVM must be told beyond the host's
@@ -59,4 +70,14 @@ def host(isa: str | None = None) -> Target:
     name = isa or usable[0]
     lanes, vectors, _, more = _ISAS[name]
     features = ",".join(word for word in (found.flatten(), more) if word)
-    return Target(name, lanes, vectors, llvm.get_host_cpu_name(), features)
+    tiles = "amx" if name == "avx512" and found.get("amx-bf16") and _amx_allowed() else ""
+    return Target(name, lanes, vectors, llvm.get_host_cpu_name(), features, tiles)
+
+
+@cache
+def _amx_allowed() -> bool:
+    """Whether the operating system lets this process use AMX: Linux wants to be asked."""
+    if not sys.platform.startswith("linux"):
+        return False
+    ask, permission, tile_data = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+    return bool(ctypes.CDLL(None).syscall(ask, permission, tile_data) == 0)
