@@ -211,12 +211,13 @@ def test_what_nobody_sees_may_hold_nan(machine: target.Target, dtype: torch.dtyp
 def test_a_key_of_nan_that_some_rows_see_is_0_for_the_others(
     machine: target.Target, dtype: torch.dtype
 ) -> None:
-    """Tiles of 48 rows that do not see it have their gradients of q as if it were not there."""
+    """Tiles of rows that do not see it have their gradients of q as if it were not there."""
+    whole = 64 if machine.tiles and dtype == torch.bfloat16 else 96
     c = case(m=150, n=150, d=33, dtype=dtype, mask=ns.Causal())
     k = c.k.clone()
     k[..., 100, 2] = NAN
     dq, clean = (grads_of(x, machine)[0] for x in (c.with_(k=k), c))
-    assert torch.equal(dq[..., :96, :], clean[..., :96, :])
+    assert torch.equal(dq[..., :whole, :], clean[..., :whole, :])
     assert dq[..., 100:, :].isnan().all()
 
 

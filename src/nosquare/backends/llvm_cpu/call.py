@@ -123,7 +123,7 @@ class Form:
     @property
     def pointers(self) -> dict[str, str]:
         """Elements that the arrays of the block have; float32 where nothing is said."""
-        given = dict.fromkeys("q k v o do dk dv".split(), self.dtype)
+        given = dict.fromkeys("q k v o do dq dk dv".split(), self.dtype)
         return given | ({"bias": self.bias} if self.bias else {})
 
 

@@ -21,8 +21,8 @@ from .call import FIELDS, Filled, bind
 from .grad_packing import padded
 
 _AT = {name: at for at, name in enumerate(FIELDS)}
-_QUERIES, _KEYS = "q o lse do dlse", "k v dk dv"  # arrays of tokens, in the order of the pack
-_ROWS = "delta dq"  # workspace: every sequence begins at a tile of its own
+_QUERIES, _KEYS = "q o lse do dlse dq", "k v dk dv"  # arrays of tokens, in the order of the pack
+_ROWS = "delta"  # workspace: every sequence begins at a tile of its own
 
 
 @dataclass(frozen=True)

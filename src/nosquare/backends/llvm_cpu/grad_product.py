@@ -1,19 +1,163 @@
-"""The matrix products of backward: a few rows by a few vectors of columns, held in registers.
+"""The matrix products of backward, between a tile of queries and a panel of keys.
 
-A number of a tile is one word of 32 bits: a float32, or two bfloat16 that lie one after the other
-along the axis that is summed over ("pairs"). So one loop serves both: broadcast a word of a, load a
-row of words of b, and add their products to the float32 sums of c.
+Products says what each kind of them does: InRegisters (here), and Tiled (grad_tiles.py). In
+registers, a few rows by a few vectors of columns are held at a time. A number of a matrix is one
+word of 32 bits: a float32, or two bfloat16 that lie one after the other along the axis that is
+summed over. So one loop serves both: broadcast a word of a, load a row of words of b, and add their
+products to the float32 sums of c.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .call import Args
+from .grad_packing import KEYS, STEP, Grid, Packer
+from .grad_weights import Head, Spec, Tile
 from .ir import Function, Module, Value
 from .target import Target
 
 ROWS = 6  # of c in registers at a time
 COLUMNS = {"avx512": 4, "avx2": 2, "neon": 4}  # vectors of c beside each other in registers
+Where = tuple[Value, Value, Value, Value]  # a, b, c, depth
+
+
+class Products(ABC):
+    """Emits them, from and to the scratch memory of a worker; dk and dv are sums over the tiles of
+    a panel, dq over panels."""
+
+    def __init__(self, f: Function, s: Spec, args: Args, pack: Packer, target: Target) -> None:
+        self.f, self.s, self.form, self.args, self.target = f, s, s.form, args, target
+        self.pack, self.room, self.at = pack, pack.room, pack.at
+        self.seen = self.at["seen"].pointing_at("i64")
+
+    @abstractmethod
+    def begin(self) -> None:
+        """At the beginning of an item."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """At its end."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Before the query heads of a key head."""
+
+    @abstractmethod
+    def prepare(self, head: Head) -> None:
+        """For each of these, before any panel."""
+
+    def panel(self) -> None:
+        """k and v, whose rows are in scratch, as the products take them."""
+        for name, row, depth in (
+            ("k", self.room.q_row, self.room.q_depth),
+            ("v", self.room.do_row, self.room.do_depth),
+        ):
+            source = Grid.rows(self.at[f"{name}_rows"], row)
+            self.pack.turn(source, (KEYS, depth), self.grid(f"{name}_turned", KEYS))
+        self.keys()
+
+    def keys(self) -> None:
+        """k as dq takes it."""
+        if self.s.pairs:
+            self.pack.pair("k_rows", self.grid("k_pairs", self.room.D), KEYS, self.room.D)
+
+    def grid(self, name: str, width: int) -> Grid:
+        """How words that are multiplied from the right lie in scratch: here in rows."""
+        return Grid.rows(self.at[name], width)
+
+    def fetch(self, tile: Tile) -> None:
+        """q and do of a tile into scratch: the rows that see a key, the others as 0."""
+        f, room = self.f, self.room
+        for name, width, row in (("q", self.form.D, room.q_row), ("do", self.form.E, room.do_row)):
+            with f.loop(tile.first, tile.last) as r:
+                there = f.variable(tile.whole)
+                with f.when(~tile.whole):
+                    there.value = f.load(self.seen + r) != 0
+                source = self.args.row(name, tile.head.b, tile.head.h, tile.i0 + r)
+                self.pack.row(source, there.value, width, self.at[name] + r * row, row)
+
+    @contextmanager
+    def parts(self, tile: Tile) -> Iterator[Tile]:
+        """The rows of a tile whose scores are in scratch at a time: here all."""
+        yield tile
+
+    @abstractmethod
+    def scores(self, part: Tile) -> None:
+        """s = q k^T"""
+
+    @abstractmethod
+    def slopes(self, part: Tile) -> None:
+        """dp = do v^T"""
+
+    @abstractmethod
+    def gradients(self, tile: Tile) -> None:
+        """dv += p^T do       dk += ds^T q        dq += ds k"""
+
+    def sums(self, name: str) -> Value:
+        """Where dk or dv of a panel lie, row by row."""
+        return self.at[name]
+
+
+class InRegisters(Products):
+    """Products in vector registers."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    end = clear = begin
+
+    def prepare(self, head: Head) -> None:
+        """Nothing."""
+
+    def scores(self, part: Tile) -> None:
+        """s = q k^T"""
+        product = Product(self.room.q_row, 1, KEYS, STEP, False, self.s.pairs)
+        where = (self.at["q"], self.at["k_turned"], part.s, self.room.q_depth)
+        self._down(product, part, KEYS, where)
+
+    def slopes(self, part: Tile) -> None:
+        """dp = do v^T"""
+        product = Product(self.room.do_row, 1, KEYS, STEP, False, self.s.pairs)
+        where = (self.at["do"], self.at["v_turned"], part.dp, self.room.do_depth)
+        self._down(product, part, KEYS, where)
+
+    def gradients(self, tile: Tile) -> None:
+        """dv += p^T do       dk += ds^T q        dq += ds k"""
+        f, at, room, pairs = self.f, self.at, self.room, self.s.pairs
+        if pairs:
+            for name, width in (("q", room.D), ("do", room.E)):
+                self.pack.pair(name, self.grid(f"{name}_pairs", width), room.tile, width)
+        per = 2 if pairs else 1
+        names = (
+            "p_pairs ds_pairs ds_rows q_pairs do_pairs k_pairs" if pairs else "s dp dp q do k_rows"
+        )
+        p, ds, ds_rows, q, do, k = (at[name] for name in names.split())
+        skip, depth = tile.first // per, (tile.last - tile.first) // per
+        body = KEYS // ROWS * ROWS
+        for name, a, b, width in (("dv", p, do, room.E), ("dk", ds, q, room.D)):
+            product = Product(1, STEP, width, width, True, pairs)
+            a, b, c = a + skip * STEP, b + skip * width, at[name]
+            with f.loop(0, body, ROWS) as r:
+                where = (a + r, b, c + r * width, depth)
+                product.columns(f, self.target, width, ROWS, where)
+            where = (a + body, b, c + body * width, depth)
+            product.columns(f, self.target, width, KEYS - body, where)
+        back = Product(STEP // per, 1, room.D, room.D, True, pairs)
+        dq = tile.head.dq + tile.i0 * room.D
+        self._down(back, tile, room.D, (ds_rows, k, dq, KEYS // per))
+
+    def _down(
+        self, product: Product, tile: Tile, width: int, where: tuple[Value, Value, Value, int]
+    ) -> None:
+        """A product for the groups of rows of a tile; where: a, b, c and the depth."""
+        a, b, c, depth = where
+        with self.f.loop(tile.first, tile.last, ROWS) as r:
+            places = (a + r * product.a_row, b, c + r * product.c_row, self.f.value(depth, "i64"))
+            product.columns(self.f, self.target, width, ROWS, places)
 
 
 @dataclass(frozen=True)
@@ -72,6 +216,3 @@ class Product:
             words = ", ".join(f"{v.type} {v.name}" for v in (a, b + x, c + x, depth))
             # copies of it would take most of the time to compile
             f.emit(f"call void @{kernel}({words}) noinline")
-
-
-Where = tuple[Value, Value, Value, Value]  # a, b, c, depth

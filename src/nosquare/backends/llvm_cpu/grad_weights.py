@@ -11,7 +11,7 @@ from . import scores
 from .bits import lanes_of, to_bf16
 from .call import Args, Form
 from .elementary import exp2_gradual
-from .grad_packing import KEYS, STEP, two
+from .grad_packing import KEYS, STEP, WIDE, two
 from .ir import Function, Value, Variable
 from .visible import Place
 
@@ -23,27 +23,34 @@ LOG2E = scores.LOG2E
 class Spec:
     """What the code depends on.
 
-    pairs  bfloat16 is multiplied as it is, two terms at a time; else everything is widened
+    products  how matrices are multiplied: see grad_packing.py
     dbias  whether the gradient of the bias is wanted
     exact  whether the weights of each row are divided by their sum, because an lse is so large that
            its rounding is felt in them
     """
 
     form: Form
-    pairs: bool = False
+    products: str = WIDE
     dbias: bool = False
     exact: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether bfloat16 is multiplied as it is; else everything is widened."""
+        return self.products != WIDE
 
 
 @dataclass(frozen=True)
 class Head:
-    """A query head of an entry, and its key head: their numbers; where its facts and dq begin."""
+    """A query head of an entry, and its key head: their numbers; where its facts, its sums dq and
+    its q and do turned begin."""
 
     b: Value
     h: Value
     hk: Value
     facts: Value
     dq: Value
+    turned: Value
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,8 @@ class Panel:
 @dataclass(frozen=True)
 class Tile:
     """Rows of a head, from query i0 on, against a panel: from row `first` of them to `last`, in
-    groups of 6. whole: every key is there and is seen by all of 48 rows."""
+    whole groups. whole: every key is there and is seen by all rows of a tile. s, dp: where the
+    scores and dp of row 0 would lie."""
 
     head: Head
     panel: Panel
@@ -66,6 +74,8 @@ class Tile:
     first: Value
     last: Value
     whole: Value
+    s: Value
+    dp: Value
 
     @property
     def facts(self) -> Value:
@@ -97,7 +107,7 @@ class Weights:
 
     def rows(self, tile: Tile, masked: bool, summing: bool) -> None:
         """p and ds of the rows of a tile, in place of s and dp; or sums of p."""
-        f, w, at = self.f, self.w, self.at
+        f, w = self.f, self.w
         with f.loop(tile.first, tile.last, 2) as r:
             rows = [self.row_facts(tile, row, masked) for row in (r, r + 1)]
             with f.loop(0, KEYS, w) as c:
@@ -106,8 +116,8 @@ class Weights:
                     self.store_pairs(r, c, both)
                 elif not summing:
                     for row, (p, ds) in zip(rows, both, strict=True):
-                        f.store(at["s"] + (row.r * STEP + c), p)
-                        f.store(at["dp"] + (row.r * STEP + c), ds)
+                        f.store(tile.s + (row.r * STEP + c), p)
+                        f.store(tile.dp + (row.r * STEP + c), ds)
             for row in rows:
                 self.end_row(tile, row, summing)
 
@@ -127,7 +137,7 @@ class Weights:
         f, w, args, form, head = self.f, self.w, self.args, self.form, tile.head
         j = tile.panel.j0 + c
         lse, delta, share = row.facts
-        z = f.load(self.at["s"] + (row.r * STEP + c), w)
+        z = f.load(tile.s + (row.r * STEP + c), w)
         where = None if row.seen is None else f.tail(args.N - j, w)
         place, bent = Place(head.b, head.h, row.i, j, w, where), None
         if self.plain:
@@ -142,7 +152,7 @@ class Weights:
             return p, p
         if self.s.exact:
             p = p * share
-        dp, dropped = f.load(self.at["dp"] + (row.r * STEP + c), w), p
+        dp, dropped = f.load(tile.dp + (row.r * STEP + c), w), p
         if row.keys is not None:
             kept = scores.kept(f, args, row.keys, f.splat(j, w) + f.iota(w, "i64"))
             more = 1.0 / args.kept

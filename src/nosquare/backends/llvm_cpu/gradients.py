@@ -20,7 +20,7 @@ from .call import Filled, fill
 from .compiled import compiled
 from .grad_kernel import OWN, TABLE, write
 from .grad_packed import Pack, blocks, heads_first, overlaid
-from .grad_packing import KEYS, TILE, Room, padded
+from .grad_packing import KEYS, PAIRS, TILE, TILES, WIDE, Room, padded
 from .grad_weights import FACTS, Spec
 from .target import Target
 from .visible import core
@@ -33,19 +33,37 @@ LARGE_LSE = 1024.0  # float32 keeps an lse of this size to 6e-5, and p is as exa
 @dataclass(frozen=True)
 class Plan:
     """Items of backward: `entries` batch entries by `heads` key heads each, and each of those in
-    `splits` shares of the panels of keys; on `threads` threads."""
+    `splits` shares of the panels of keys; on at most `threads` threads. products: how matrices are
+    multiplied (grad_packing.py)."""
 
     entries: int
     heads: int
     splits: int
     threads: int
     target: Target
+    products: str = WIDE
+
+    @property
+    def tile(self) -> int:
+        """Queries of a tile."""
+        return TILE[self.products]
+
+    def items(self, p: Problem) -> int:
+        """How many there are."""
+        return p.B // self.entries * (p.Hk // self.heads) * self.splits
+
+    def scratch_words(self, p: Problem, rows: int) -> tuple[int, int]:
+        """Workers, and the words of scratch memory of each, for heads of so many rows."""
+        room = Room(p.D, p.E, self.target, self.products)
+        row = room.turned + (room.D if self.splits == 1 else 0)
+        return min(self.threads, self.items(p)), room.words + p.G * rows * row
 
     def __str__(self) -> str:
         shares = f" in {self.splits} shares of keys" if self.splits > 1 else ""
         return (
-            f"backward, {self.target.isa}, tiles {TILE} x {KEYS}, {self.entries} batch entries x "
-            f"{self.heads} key heads an item{shares}, {self.threads} threads"
+            f"backward, {self.target.isa}, {self.products}, tiles {self.tile} x {KEYS}, "
+            f"{self.entries} batch entries x {self.heads} key heads an item{shares}, "
+            f"{self.threads} threads"
         )
 
 
@@ -67,10 +85,13 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
     sequences."""
     if p.packed:
         return None
-    rows = padded(p.M, TILE)
-    room = Room(p.D, p.E, plan.target, _in_pairs(p, plan.target))
-    words = plan.splits * p.B * p.Hq * rows * (FACTS + room.D) + plan.threads * room.words
-    return 4 * words + 8 * TABLE * (rows // TILE)
+    rows = padded(p.M, plan.tile)
+    workers, words = plan.scratch_words(p, rows)
+    shared = FACTS * plan.splits
+    if plan.splits > 1:
+        shared += plan.splits * Room(p.D, p.E, plan.target, plan.products).D
+    words = workers * words + p.B * p.Hq * rows * shared
+    return 4 * words + 8 * TABLE * (rows // plan.tile)
 
 
 def plan(p: Problem, target: Target) -> Plan:
@@ -90,14 +111,16 @@ def plan(p: Problem, target: Target) -> Plan:
         splits = 1 if units >= 4 * threads else threads // math.gcd(units, threads)
         if not p.packed:  # a sequence is shared out alike whatever it is packed with
             splits = min(splits, panels)
-    return Plan(entries, heads, splits, threads, target)
+    in_pairs = p.dtype == torch.bfloat16 and target.pairs
+    products = (TILES if target.tiles else PAIRS) if in_pairs else WIDE
+    return Plan(entries, heads, splits, threads, target, products)
 
 
-def table(bound: Bound, rows: int) -> list[tuple[int, ...]]:
+def table(bound: Bound, tile: int) -> list[tuple[int, int, int, int]]:
     """For each tile of queries, the keys [lo, hi) that it may see and those that all of it sees."""
     found = []
-    for i0 in range(0, rows, TILE):
-        i1 = min(i0 + TILE, bound.m)
+    for i0 in range(0, bound.m, tile):
+        i1 = min(i0 + tile, bound.m)
         found.append((*bound.span(i0, i1), *core(bound, i0, i1)))
     return found
 
@@ -106,14 +129,15 @@ def table(bound: Bound, rows: int) -> list[tuple[int, ...]]:
 class _Space:
     """What backward works in, and what it gives.
 
-    facts (splits, B, Hq, rows, 4) and dq (splits, B, Hq, rows, D to whole vectors) float32;
-    dk, dv as k and v; dbias float32 as the kernel indexes it. Packed sequences share the rows of
-    one entry.
+    facts (splits, B, Hq, rows, 4); scratch (workers, words); sums of dq where they are in shares
+    (splits, B, Hq, rows, D to whole vectors): float32. dq, dk, dv as q, k, v; dbias float32 as the
+    kernel indexes it. Packed sequences share the rows of one entry.
     """
 
     facts: Tensor
-    dq: Tensor
     scratch: Tensor
+    sums: Tensor
+    dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
@@ -121,7 +145,7 @@ class _Space:
     @property
     def bytes(self) -> int:
         """Beyond inputs and outputs, and the table of spans."""
-        return sum(t.numel() * t.element_size() for t in (self.facts, self.dq, self.scratch))
+        return 4 * (self.facts.numel() + self.scratch.numel() + self.sums.numel())
 
 
 def backward(
@@ -133,19 +157,19 @@ def backward(
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, bias, sinks (None where not wanted), and what ran."""
     p, target = problem, plan.target
-    pack = Pack.of(p, x, TILE) if p.packed else None
+    pack = Pack.of(p, x, plan.tile) if p.packed else None
     whole = fill(*overlaid(p, x)) if pack else fill(p, x)
     lse = saved[1]
     large = bool(((lse.abs() > LARGE_LSE) & (lse > -math.inf)).any())
-    spec = Spec(whole.form, _in_pairs(p, target), "b" in p.grads and x.bias is not None, large)
+    spec = Spec(whole.form, plan.products, "b" in p.grads and x.bias is not None, large)
     space = _space(p, plan, x, spec, pack)
     _point(p, whole, saved, cotangents, space)
     bounds = pack.bounds(p, x) if pack else [whole.bound]
-    tables = [table(bound, padded(bound.m, TILE)) for bound in bounds]
-    spans = torch.tensor([words for tiles in tables for words in tiles], dtype=torch.int64)
+    tables = [words for bound in bounds for tile in table(bound, plan.tile) for words in tile]
+    spans = torch.tensor(tables, dtype=torch.int64)
     own = {
         "splits": plan.splits,
-        "rows": padded(p.M, TILE),
+        "rows": padded(p.M, plan.tile),
         "table": spans.data_ptr(),
         "entries": plan.entries,
         "heads": plan.heads,
@@ -154,39 +178,52 @@ def backward(
     }
     for n, name in enumerate(OWN):
         setattr(whole.call, f"x{n}", own[name])
-    code = compiled(("backward", spec), target, lambda: write(spec, target))
-    items = p.B // plan.entries * (p.Hk // plan.heads) * plan.splits
+    address, suffix = whole.address, ""
     if pack:
-        rows = {"rows": [b - a for a, b in pairwise(pack.rows)]}
-        starts = [spans.data_ptr() + 8 * TABLE * (row // TILE) for row in pack.rows[:-1]]
-        rows |= {"table": starts}
-        each = blocks(whole, pack, bounds, {f"x{OWN.index(name)}": v for name, v in rows.items()})
-        pool.run(code.address("packed"), each.data_ptr(), items, plan.threads)
-    else:
-        pool.run(code.address("item"), whole.address, items, plan.threads)
-    name = f"llvm {target.isa} backward" + (" bf16 products" if spec.pairs else "")
+        each = _of_sequences(plan, whole, pack, bounds, space)
+        address, suffix = each.data_ptr(), "_of"
+    code = compiled(("backward", spec), target, lambda: write(spec, target))
+    pool.run(code.address("item" + suffix), address, plan.items(p), plan.threads)
+    if plan.splits > 1:
+        pool.run(code.address("total" + suffix), address, p.B * p.Hq, plan.threads)
+    name = f"llvm {target.isa} backward" + (f" {spec.products}" if spec.pairs else "")
     used = space.bytes + spans.numel() * spans.element_size()
     return _gradients(p, x, lse, space, pack), Ran((name,), used, ())
 
 
-def _in_pairs(p: Problem, target: Target) -> bool:
-    return p.dtype == torch.bfloat16 and target.isa == "avx512" and "avx512bf16" in target.features
+def _of_sequences(
+    plan: Plan, whole: Filled, pack: Pack, bounds: list[Bound], space: _Space
+) -> Tensor:
+    """The blocks of all sequences."""
+    tables = whole.call.x2
+    sums = 4 * space.sums.shape[-1]
+    own = {
+        f"x{OWN.index('rows')}": [b - a for a, b in pairwise(pack.rows)],
+        f"x{OWN.index('table')}": [tables + 8 * TABLE * (r // plan.tile) for r in pack.rows[:-1]],
+        "work2": [whole.call.work2 + sums * r for r in pack.rows[:-1]],
+    }
+    return blocks(whole, pack, bounds, own)
 
 
 def _space(p: Problem, plan: Plan, x: Inputs, spec: Spec, pack: Pack | None) -> _Space:
-    entries, rows = (1, pack.rows[-1]) if pack else (p.B, padded(p.M, TILE))
-    lead = (plan.splits, entries, p.Hq, rows)
-    room = Room(p.D, p.E, plan.target, spec.pairs)
+    rows = pack.rows[-1] if pack else padded(p.M, plan.tile)
+    longest = max(b - a for a, b in pairwise(pack.rows)) if pack else rows
+    lead = (plan.splits, 1 if pack else p.B, p.Hq, rows)
+    width = Room(p.D, p.E, plan.target, plan.products).D
     bias = lay_out_bias(x.bias, p.batch).shape if spec.dbias and x.bias is not None else None
-    make = torch.zeros if pack else torch.empty  # tokens that no sequence owns have gradient 0
-    return _Space(
+    space = _Space(
         facts=torch.empty(*lead, FACTS),
-        dq=torch.zeros(*lead, room.D),
-        scratch=torch.empty(plan.threads, room.words),
-        dk=make(x.k.shape, dtype=p.dtype),
-        dv=make(x.v.shape, dtype=p.dtype),
+        scratch=torch.empty(plan.scratch_words(p, longest)),
+        sums=torch.empty(*lead, width) if plan.splits > 1 else torch.empty(0, width),
+        dq=torch.empty(x.q.shape, dtype=p.dtype),
+        dk=torch.empty(x.k.shape, dtype=p.dtype),
+        dv=torch.empty(x.v.shape, dtype=p.dtype),
         dbias=None if bias is None else torch.zeros(bias),
     )
+    if pack:  # tokens that no sequence owns
+        for t, owned in ((space.dq, pack.q[-1]), (space.dk, pack.k[-1]), (space.dv, pack.k[-1])):
+            t[owned:].zero_()
+    return space
 
 
 def _point(
@@ -199,21 +236,20 @@ def _point(
     do, dlse = cotangents
     do = torch.zeros(p.E, dtype=p.dtype).expand(p.o_shape) if do is None else do
     dlse = torch.zeros(()).expand(p.lse_shape) if dlse is None else dlse
-    arrays = {
-        "o": _entries(p, _whole_rows(saved[0])),
-        "lse": _entries(p, saved[1]),
-        "do": _entries(p, _whole_rows(do)),
-        "dlse": _entries(p, dlse),
-        "dk": _entries(p, space.dk),
-        "dv": _entries(p, space.dv),
-        "delta": space.facts[0],
-        "dq": space.dq[0],
-    }
+    for name, t in (
+        ("o", _whole_rows(saved[0])),
+        ("lse", saved[1]),
+        ("do", _whole_rows(do)),
+        ("dlse", dlse),
+        ("dq", space.dq),
+        ("dk", space.dk),
+        ("dv", space.dv),
+    ):
+        filled.point(name, _entries(p, t))
+    filled.point("delta", space.facts[0])
     if space.dbias is not None:
-        arrays["dbias"] = space.dbias
-    for name, t in arrays.items():
-        filled.point(name, t)
-    filled.call.work = space.scratch.data_ptr()
+        filled.point("dbias", space.dbias)
+    filled.call.work, filled.call.work2 = space.scratch.data_ptr(), space.sums.data_ptr()
 
 
 def _entries(p: Problem, t: Tensor) -> Tensor:
@@ -230,26 +266,19 @@ def _whole_rows(t: Tensor) -> Tensor:
 
 def _gradients(p: Problem, x: Inputs, lse: Tensor, space: _Space, pack: Pack | None) -> Grads:
     """The gradients in the user's shapes and dtypes."""
-    total = space.dq[0] if space.dq.shape[0] == 1 else space.dq.sum(0)
-    dq, facts = torch.empty(x.q.shape, dtype=p.dtype), space.facts[0]
-    lse = lse.reshape(-1, p.Hq, p.M)
-    if pack:
-        tokens, owned = pack.rows_of_tokens(), pack.q[-1]
-        dq[owned:].zero_()
-        found = total[0].index_select(1, tokens)[..., : p.D].transpose(0, 1)
-        torch.mul(found, p.scale, out=dq[:owned])
-        facts, lse = facts.index_select(2, tokens), lse[..., :owned]
-    else:
-        torch.mul(total[:, :, : p.M, : p.D].view(x.q.shape), p.scale, out=dq)
-        facts = facts[:, :, : p.M]
     dsinks = None
     if "s" in p.grads and x.sinks is not None:
+        lse, facts = lse.reshape(-1, p.Hq, p.M), space.facts[0]
+        if pack:
+            facts, lse = facts.index_select(2, pack.rows_of_tokens()), lse[..., : pack.q[-1]]
+        else:
+            facts = facts[:, :, : p.M]
         sink = per_head(x.sinks, p.batch, p.Hq).float()
         safe = lse.masked_fill(lse == -math.inf, 0)
         weight = torch.exp(sink[..., 0] - safe) * facts[..., 2]
         per_entry = -(weight * facts[..., 1]).sum(-1)
         dsinks = per_entry.sum_to_size(sink.shape[:2])
-    found = (dq, space.dk, space.dv, space.dbias, dsinks)
+    found = (space.dq, space.dk, space.dv, space.dbias, dsinks)
     return tuple(
         None
         if t is None or given is None or letter not in p.grads

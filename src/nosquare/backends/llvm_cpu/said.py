@@ -8,7 +8,7 @@ from ...problem import Problem
 from ...traffic import KEYS_OUTSIDE, Tiling
 from . import decode, prefill
 from .decode_kernel import BLOCK
-from .grad_packing import KEYS, TILE
+from .grad_packing import KEYS
 from .prefill_packing import PANEL
 
 SOURCE = "llvm_cpu's plan"
@@ -25,4 +25,4 @@ def tiling(problem: Problem, plan: Any, phase: str) -> Tiling:
         return Tiling(plan.rows, BLOCK, decode.chunks(problem), source=SOURCE)
     if isinstance(plan, prefill.Plan):
         return Tiling(plan.sizes.rows, PANEL, source=SOURCE)
-    return Tiling(problem.G * TILE, KEYS, backward=KEYS_OUTSIDE, source=SOURCE)
+    return Tiling(problem.G * plan.tile, KEYS, backward=KEYS_OUTSIDE, source=SOURCE)
