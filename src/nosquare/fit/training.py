@@ -12,8 +12,8 @@ are most, which is less exact: tests/test_fit_training.py says by how much.
 from __future__ import annotations
 
 from ..backends import BACKWARD
+from . import heads
 from .forward import forward
-from .heads import tile_bytes
 from .model import EMBEDDINGS, HEAD, Attention, Layer
 from .pieces import FLOAT32, INT64, Run
 from .tape import ATTENTION, GRADIENTS, LOGITS, Tape
@@ -36,7 +36,7 @@ def training(r: Run, weight_bytes: int) -> Tape:
         t.new(f"gradients of layer {i}", layers[i] * weight_bytes, GRADIENTS)
         t.passing("gradients in flight", _feedforward_flight(r, layer))
         t.unwind()
-        t.new("tiles", 0 if r.eager else tile_bytes(r, layer.attention, BACKWARD), ATTENTION)
+        t.new("tiles", 0 if r.eager else heads.tile_bytes(r, layer.attention, BACKWARD), ATTENTION)
         t.passing("gradients in flight", _attention_flight(r, layer.attention))
         t.free("tiles")
         t.unwind()
