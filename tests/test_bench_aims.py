@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import nosquare as ns
 from nosquare import records
-from nosquare.bench import aims, ceiling, contestants, cpu, cuda, record, report
+from nosquare.bench import aims, ceiling, contestants, cpu, cuda, record, report, timing
 from nosquare.bench.aims import COLUMNS, NONE, Outcome, Suite, column, error_ratio, lines, missing
 from nosquare.bench.cases import Case, Data
 from nosquare.bench.ceiling import Ceiling
@@ -226,14 +226,23 @@ def test_the_tables_fit_where_there_is_no_terminal(small: Path) -> None:
     assert "…" not in text
 
 
-def test_the_timed_phase_says_who_ran(small: Path) -> None:
-    """Backward alone is timed: who ran forward is in its receipts, and not in the table."""
-    run("--only", "backward_fp32", "--threads", "1")
-    (one,) = records.read(small / "cpu.jsonl")
-    mine = one["contestants"][1]
-    backends = {r["op"]: r["backend"] for r in mine["receipts"]}
-    assert set(backends) == {"forward", "backward"}
-    assert mine["ran"] == backends["backward"]
+@pytest.mark.parametrize(
+    ("phase", "ran"), [("backward", "second"), ("forward+backward", "first + second")]
+)
+def test_the_timed_phase_says_who_ran(monkeypatch: pytest.MonkeyPatch, phase: str,
+                                      ran: str) -> None:  # fmt: skip
+    """Where backward alone is timed, who ran forward is in the receipts and not in the table."""
+    backends = {"forward": "first", "backward": "second"}
+
+    def told(contestant: Contestant, data: Data) -> contestants.Answer:
+        found = answer(contestant, data)
+        return found._replace(receipts=[replace(r, backend=backends[r.op]) for r in found.receipts])
+
+    monkeypatch.setattr(timing, "answer", told)
+    result = measure(Case.parse(f"{phase} float32 B1 Hq2 Hk2 M40 N40 D64 full()"), [NOSQUARE], FEW)
+    (entry,) = result.entries
+    assert entry.ran == ran
+    assert [r.op for r in entry.receipts] == ["forward", "backward"]
 
 
 def test_what_is_asked_for(small: Path) -> None:

@@ -85,8 +85,8 @@ def test_table_by_hand(tmp_path: Path) -> None:
          "1.50", "llvm_cpu, torch_fused"],
         ["decode, one head, fp32 and bf16, N 65536", "-", "-", "- / 2.00 (1.3)", "-", "50%",
          "0.50", "llvm_cpu"],
-        ["dropout 0.1, or E != D: forward + backward, fp32 and bf16, N 4096", "5.00 / - (4.0)",
-         "-", "-", "-", "-", "-", "llvm_cpu"],
+        ["dropout 0.1, or E != D: forward + backward, 2 heads, fp32 and bf16, N 4096",
+         "5.00 / - (4.0)", "-", "-", "-", "-", "-", "llvm_cpu"],
     ]  # fmt: skip
     assert "Made Up 9000 (avx2), with 1 / 2 threads, torch 2.13.0, 2026-12-01" in text
     assert "(docs/records/made.jsonl:1-6):" in text

@@ -21,11 +21,12 @@ MASKS = ("full()", "causal(start)")
 HEADS = ("case", *(f"D={width} {mask}" for width, mask in COLUMNS),
          "share of ceiling", "error over torch's", "ran")  # fmt: skip
 SAID = (
-    "torch's median time over nosquare's, interleaved, geometric mean over the cases of the line, "
-    "for each number of threads; in brackets the least ratio that each case aims at, and how many "
-    "miss it. Share of ceiling: nosquare's rate over that of torch.mm of 1024^3 in the same dtype, "
-    "or, in decoding, over that of summing a large array. Error over torch's: rms against float64, "
-    "worst output; not under dropout, where the two drop other pairs"
+    "torch's median time over nosquare's, interleaved, geometric mean over the cases of the line "
+    "(8 heads where it does not say), for each number of threads; in brackets the least ratio that "
+    "each case aims at, and how many miss it. Share of ceiling: nosquare's rate over that of "
+    "torch.mm of 1024^3 in the same dtype, or, in decoding, over that of summing a large array. "
+    "Error over torch's: rms against float64, worst output; not under dropout, where the two drop "
+    "other pairs"
 )
 
 
@@ -113,7 +114,7 @@ SUITES = (
           {(64, "full"): 3.0, (128, "full"): 3.0}),
     Suite("decode_one", "decode, one head, fp32 and bf16, N 65536", _decode(_ONE, (65536,)),
           _decode(_ONE, (65536,), (64,)), {(64, "full"): 1.4, (128, "full"): 1.3}),
-    Suite("dense", "dropout 0.1, or E != D: forward + backward, fp32 and bf16, N 4096",
+    Suite("dense", "dropout 0.1, or E != D: forward + backward, 2 heads, fp32 and bf16, N 4096",
           _dense(4096), _dense(512, ("float32",)), _aims(4.0, 4.0, 4.0, 4.0)),
     Suite("tiny", "tiny (1 x 1 x 16 x 64), Python included", _TINIES, _TINIES,
           {(64, "full"): 0.9}),

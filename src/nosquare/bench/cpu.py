@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CONTESTANTS = (TORCH, NOSQUARE)
-WIDTH = 100  # columns, where what is printed goes to no terminal
+WIDTH = 140  # columns, where what is printed goes to no terminal
 FULL, QUICK = Rounds(7, 100, 0.8, few=3), Rounds(3, 50, 0.2)
 Ceilings = dict[int, dict[torch.dtype, ceiling.Ceiling]]
 
