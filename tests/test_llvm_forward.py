@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, rnd
+from llvm_helpers import (
+    ISAS,
+    OPTIONS,
+    SIZES,
+    agrees,
+    attention_on,
+    masks,
+    problem_of,
+    target_of,
+)
 from nosquare.backends import FORWARD
-from nosquare.errors import UnsupportedError
 from nosquare.inputs import Inputs, Spec
 from nosquare.problem import Problem
 
 pytest.importorskip("llvmlite", reason="llvm_cpu generates code with llvmlite")
-from nosquare.backends.llvm_cpu import call, prefill, target, yields
-
-ARM = platform.machine() in ("arm64", "aarch64")
+from nosquare.backends.llvm_cpu import call, prefill, yields
 
 
-@pytest.fixture(params=["neon"] if ARM else ["avx512", "avx2"])
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
-    try:
-        target.host(request.param)
-    except UnsupportedError:
-        pytest.skip(f"this processor has no {request.param}")
+    """Each vector extension of this machine."""
+    target_of(request.param)
     return str(request.param)
 
 
-def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: ns.Mask | None = None, **options: Any
-) -> tuple[Problem, Inputs]:
-    """The problem and the inputs of a call, as the public functions make them."""
-    mask, get = mask or ns.Full(), options.get
-    drop = get("dropout")
-    seed = drop.seed_tensor() if drop else None
-    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, None, None, mask.tensors)
-    p, offsets = (drop.p, drop.offsets) if drop else (0.0, (0, 0, 0, 0))
-    return Problem.of(x, Spec(str(mask), get("scale"), get("softcap"), p, offsets)), x
-
-
-def attention_on(isa: str) -> Callable[..., ns.State]:
-    """Attention by the prefill kernel alone."""
-
-    def attend(**options: Any) -> ns.State:
-        p, x = problem_of(**options)
-        o, lse, _ = prefill.forward(p, prefill.plan(p, target.host(isa)), x)
-        return ns.State(o, lse)
-
-    return attend
-
-
-def agrees(c: Case, isa: str) -> None:
-    check(c, attention_on(isa), grads=False)
-
-
-# every tail: of rows (6), of tiles (48), of panels (64) and blocks (256), of vectors, of groups
-SIZES = [
-    {"m": 1, "n": 1, "d": 1},
-    {"m": 48, "n": 64, "d": 64},
-    {"m": 49, "n": 65, "d": 16, "e": 33},
-    {"m": 13, "n": 700, "d": 7, "e": 130},
-    {"m": 131, "n": 257, "d": 72, "hq": 6, "hk": 2},
-    {"m": 5, "n": 40, "d": 640, "e": 520, "hq": 2, "hk": 1},
-]
+@pytest.fixture(params=[*ISAS, "tiles"])
+def for_short(request: pytest.FixtureRequest) -> str:
+    """Those, and AMX emulated."""
+    target_of(request.param)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("mask", [None, ns.Causal(), ns.Causal("start"), ns.Window(20, 5)], ids=str)
@@ -80,68 +51,14 @@ def test_sizes(isa: str, sizes: dict[str, int], mask: ns.Mask | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_short_types(isa: str, sizes: dict[str, int], dtype: torch.dtype) -> None:
-    agrees(case(mask=ns.Window(20, 5), dtype=dtype, **sizes), isa)
-
-
-def masks(batch: int, hq: int, m: int, n: int) -> dict[str, ns.Mask]:
-    g = torch.Generator().manual_seed(7)
-
-    def chance(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=g) < 0.4
-
-    q_ids = torch.randint(0, 4, (batch, m), generator=g)
-    k_ids = torch.randint(0, 5, (batch, n), generator=g).sort().values
-    documents = ns.Documents(q_ids, k_ids)
-    holes = chance(batch, hq, m, n)
-    holes[:, :, 3:4], holes[..., 64:150] = False, False  # a row, and more than a panel
-    tiles = ns.BlockSparse(chance(hq, -(-m // 16), -(-n // 16)), 16)
-    return {
-        "dense": ns.Dense(holes),
-        "one for all keys": ns.Dense(chance(hq, m, 1)),
-        "one for all queries": ns.Dense(chance(batch, 1, 1, n)),
-        "apart in memory": ns.Dense(chance(n, m).T),
-        "lengths": ns.Lengths(torch.tensor([0, 77])),
-        "documents": documents,
-        "bytes": ns.Documents(q_ids.to(torch.uint8), k_ids.to(torch.int32)),
-        "tiles": tiles,
-        "tiles of 64": ns.BlockSparse(chance(1, -(-m // 64), -(-n // 64)), 64),
-        "both": ns.Causal() & ns.Lengths(torch.tensor([100, 77])) & documents,
-        "either": (documents & tiles) | ns.Prefix(3),
-        "nothing": ns.Prefix(0),
-    }
+def test_short_types(for_short: str, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    agrees(case(mask=ns.Window(20, 5), dtype=dtype, **sizes), for_short)
 
 
 @pytest.mark.parametrize("name", list(masks(2, 4, 1, 1)))
 def test_masks(isa: str, name: str) -> None:
     c = case(m=61, n=203, d=24, e=40)
     agrees(c.with_(mask=masks(2, 4, 61, 203)[name]), isa)
-
-
-LOW = torch.finfo(torch.float32).min
-OPTIONS: dict[str, dict[str, Any]] = {
-    "scale": {"scale": 0.7},
-    "scale below 0": {"scale": -0.3},
-    "softcap": {"softcap": 3.0},
-    "alibi": {"alibi": rnd(4, seed=4).abs()},
-    "sinks": {"sinks": torch.tensor([-INF, 0.0, 2.0, -1e38])},
-    "bias": {"bias": rnd(2, 4, 61, 203, seed=5)},
-    "bias of a key": {"bias": rnd(4, 1, 203, seed=5, dtype=torch.bfloat16)},
-    "bias of a query": {"bias": rnd(61, 1, seed=5, dtype=torch.float64)},
-    "bias apart in memory": {"bias": rnd(203, 61, seed=5).T},
-    "bias that hides": {"bias": (rnd(61, 203, seed=5) > 1).float().log()},
-    "bias of finfo.min": {"bias": (rnd(61, 203, seed=5) > 0).float() * LOW},
-    "bias of finfo.min in whole rows": {"bias": torch.full((1, 203), LOW)},
-    "dropout": {"dropout": ns.Dropout(0.3, 7)},
-    "dropout of a shard": {"dropout": ns.Dropout(0.1, -7, (1, 2, 3, 5))},
-    "all": {
-        "softcap": 2.0,
-        "alibi": rnd(4, seed=4).abs(),
-        "sinks": rnd(4, seed=6),
-        "bias": rnd(61, 203, seed=5),
-        "dropout": ns.Dropout(0.5, 9),
-    },
-}
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
@@ -151,13 +68,15 @@ def test_options(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_everything_in_short_types(isa: str, dtype: torch.dtype) -> None:
-    agrees(case(m=61, n=203, d=24, e=40, dtype=dtype, mask=ns.Causal(), **OPTIONS["all"]), isa)
+def test_everything_in_short_types(for_short: str, dtype: torch.dtype) -> None:
+    agrees(
+        case(m=61, n=203, d=24, e=40, dtype=dtype, mask=ns.Causal(), **OPTIONS["all"]), for_short
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("last", [150, 151])
-def test_what_nobody_sees_is_not_read(isa: str, last: int, dtype: torch.dtype) -> None:
+def test_what_nobody_sees_is_not_read(for_short: str, last: int, dtype: torch.dtype) -> None:
     c = case(m=61, n=203, d=24, e=40, dtype=dtype)
     k, v = c.k.clone(), c.v.clone()
     k[..., last:, :], v[..., last:, :] = NAN, INF
@@ -169,8 +88,8 @@ def test_what_nobody_sees_is_not_read(isa: str, last: int, dtype: torch.dtype) -
         ns.Dense((torch.arange(203) < last).expand(61, 203)),
         ns.Window(last - 61, 0, "start") & ns.Prefix(last),
     ):
-        agrees(c.with_(k=k, v=v, mask=mask), isa)
-        agrees(c.with_(k=k, v=v, mask=mask, bias=bias[None]), isa)
+        agrees(c.with_(k=k, v=v, mask=mask), for_short)
+        agrees(c.with_(k=k, v=v, mask=mask, bias=bias[None]), for_short)
 
 
 def test_rows_in_any_order_in_memory(isa: str) -> None:
@@ -178,7 +97,7 @@ def test_rows_in_any_order_in_memory(isa: str) -> None:
     k = rnd(2, 70, 2, 30, seed=2)[..., 3:27].transpose(1, 2)
     v = rnd(2, 2, 80, 40, seed=3)[..., ::1][:, :, :70]
     p, x = problem_of(q, k, v, ns.Causal())
-    o, _, _ = prefill.forward(p, prefill.plan(p, target.host(isa)), x)
+    o, _, _ = prefill.forward(p, prefill.plan(p, target_of(isa)), x)
     assert o.stride() == (61 * 4 * 40, 40, 4 * 40, 1)  # as q: heads inside tokens
     agrees(Case(q, k, v, {"mask": ns.Causal()}), isa)
 
@@ -212,7 +131,7 @@ def test_products_stay_in_registers(isa: str, dtype: torch.dtype) -> None:
     c = case(d=64, dtype=dtype)
     p, x = problem_of(c.q, c.k, c.v)
     filled = call.fill(p, x)
-    text = prefill.kernel(filled, prefill.plan(p, target.host(isa))).assembly()
+    text = prefill.kernel(filled, prefill.plan(p, target_of(isa))).assembly()
     for name in ("scores", "values_"):
         body = text[text.index(f"\n{name}") :]
         body = body[: body.index(".Lfunc_end")]
@@ -228,7 +147,7 @@ def test_sequences_of_a_packed_call_are_calls_of_their_own(isa: str) -> None:
     mask = ns.Causal() & ns.Lengths(torch.tensor([9, 4, 60, 0]))
     x = Inputs(q, k, v, None, sinks, None, drop.seed_tensor(), *cu, mask.tensors)
     p = Problem.of(x, Spec(str(mask), p=drop.p, offsets=drop.offsets))
-    o, lse, _ = prefill.forward(p, prefill.plan(p, target.host(isa)), x)
+    o, lse, _ = prefill.forward(p, prefill.plan(p, target_of(isa)), x)
     assert torch.equal(o[78:], torch.zeros(2, 4, 40))
     assert bool((lse[:, 78:] == -INF).all())
     for b, (m, n) in enumerate(zip(lengths_q, lengths_k, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from ...inputs import Inputs
 from ...problem import Problem
 from ...receipt import Ran
 from . import pool
-from .call import KINDS, Filled, fill, one_batch
+from .call import KINDS, Filled, fill, outputs, prepared
 from .compiled import Code, compiled
 from .packed import sequences
 from .prefill_kernel import write
-from .prefill_packing import BLOCK, PANEL, Sizes
-from .products import ROWS
-from .target import Target, host
+from .prefill_packing import PANEL, Sizes
+from .target import Target
 from .visible import core
 
 RANGES_KEPT = 64
@@ -38,8 +37,9 @@ class Plan:
     sizes: Sizes
 
     def __str__(self) -> str:
-        pairs = ", pairs of bfloat16" if self.sizes.pairs else ""
-        return f"prefill, {self.sizes.target.isa}, tiles {self.sizes.rows} x {BLOCK}{pairs}"
+        z = self.sizes
+        how = ", bfloat16 by AMX" if z.tiled else ", pairs of bfloat16" if z.pairs else ""
+        return f"prefill, {z.target.isa}, tiles {z.rows} x {z.block}{how}"
 
 
 def refusals(p: Problem) -> list[str]:
@@ -51,8 +51,6 @@ def refusals(p: Problem) -> list[str]:
 
 def slower(p: Problem) -> list[str]:
     """Where torch's own kernel, if it has this problem, is sooner."""
-    if p.dtype == torch.bfloat16 and "+amx-bf16" in host().features:
-        return ["torch multiplies bfloat16 with AMX here, which no kernel of ours uses yet"]
     least = LEAST[p.dtype]
     count = p.B * p.Hq * p.M * p.N * (p.D + p.E)
     if count < least:
@@ -71,44 +69,75 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
     return None if p.packed else 4 * p.B * p.Hk * sum(plan.sizes.work_words(p.N))
 
 
+class _Ready(NamedTuple):
+    """What all calls of one plan and form have in common.
+
+    pack, tile  where the two functions start, and how many items each has
+    ranges      of group_ranges, which x0 points at; fields: x0, x1, x2
+    k_bytes     of packed k, which v follows in the workspace
+    wide        whether it is worth waking other cores
+    """
+
+    pack: tuple[int, int]
+    tile: tuple[int, int]
+    ranges: Any
+    fields: tuple[int, int, int]
+    k_bytes: int
+    words: int
+    wide: bool
+    ran: Ran
+
+
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
+    if not p.packed:
+        filled = fill(p, x)
+        o, lse = outputs(p, filled)
+        return o, lse, _run(p, plan, filled)
     o, lse = p.empty_o(), torch.empty(p.lse_shape, dtype=torch.float32)
-    if p.packed:
-        o.zero_()  # tokens that no sequence owns
-        lse.fill_(-torch.inf)
-        words = [
-            _run(one.problem, plan, one.x, _one_entry(o, lse, one.queries))
-            for one in sequences(p, x)
-        ]
-    else:
-        words = [_run(p, plan, x, (one_batch(p, o), lse.view(p.B, p.Hq, p.M)))]
-    return o, lse, Ran((f"llvm_cpu prefill {plan.sizes.target.isa}",), 4 * max(words, default=0))
+    o.zero_()  # tokens that no sequence owns
+    lse.fill_(-torch.inf)
+    most, name = 0, _name(plan)
+    for one in sequences(p, x):
+        filled = fill(one.problem, one.x)
+        filled.point("o", o[one.queries].transpose(0, 1).unsqueeze(0))
+        filled.point("lse", lse[:, one.queries].unsqueeze(0))
+        most = max(most, _run(one.problem, plan, filled).workspace_bytes or 0)
+    return o, lse, Ran((name,), most)
 
 
-def _one_entry(o: Tensor, lse: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
-    return o[queries].transpose(0, 1).unsqueeze(0), lse[:, queries].unsqueeze(0)
+def _name(plan: Plan) -> str:
+    return f"llvm_cpu prefill {plan.sizes.target.isa}" + " amx" * plan.sizes.tiled
 
 
-def _run(p: Problem, plan: Plan, x: Inputs, out: tuple[Tensor, Tensor]) -> int:
-    """Write o and lse of a problem that is not packed; the words of workspace that took."""
-    filled = fill(p, x)
-    filled.point("o", out[0])
-    filled.point("lse", out[1])
-    call, heads = filled.call, p.B * p.Hk
-    words_k, words_v = (heads * n for n in plan.sizes.work_words(p.N))
-    work = torch.empty(words_k + words_v)
+def _run(p: Problem, plan: Plan, filled: Filled) -> Ran:
+    """Write o and lse of a problem that is not packed."""
+    own, call, address = prepared(_prepare, p, plan, filled), filled.call, filled.address
+    work = torch.empty(own.words, dtype=torch.float32)
     call.work = work.data_ptr()
-    call.work2 = call.work + 4 * words_k
-    ranges = group_ranges(p, filled.bound)
-    call.x0, call.x1 = ctypes.addressof(ranges), -(-p.G * p.M // plan.sizes.rows)
-    call.x2 = -(-p.N // PANEL)
-    small = heads * p.G * p.M * p.N * (p.D + p.E) < ALONE
-    threads = 1 if small else torch.get_num_threads()
-    code = kernel(filled, plan)
-    pool.run(code.address("pack"), filled.address, heads * call.x2, threads)
-    pool.run(code.address("tile"), filled.address, heads * call.x1, threads)
-    return words_k + words_v
+    call.work2 = call.work + own.k_bytes
+    call.x0, call.x1, call.x2 = own.fields
+    threads = torch.get_num_threads() if own.wide else 1
+    pool.run(own.pack[0], address, own.pack[1], threads)
+    pool.run(own.tile[0], address, own.tile[1], threads)
+    return own.ran
+
+
+def _prepare(p: Problem, plan: Plan, filled: Filled) -> _Ready:
+    heads, code = p.B * p.Hk, kernel(filled, plan)
+    words_k, words_v = (heads * n for n in plan.sizes.work_words(p.N))
+    ranges = group_ranges(p, filled.bound, plan.sizes.group)
+    tiles, panels = -(-p.G * p.M // plan.sizes.rows), -(-p.N // PANEL)
+    return _Ready(
+        pack=(code.address("pack"), heads * panels),
+        tile=(code.address("tile"), heads * tiles),
+        ranges=ranges,
+        fields=(ctypes.addressof(ranges), tiles, panels),
+        k_bytes=4 * words_k,
+        words=words_k + words_v,
+        wide=heads * p.G * p.M * p.N * (p.D + p.E) >= ALONE,
+        ran=Ran((_name(plan),), 4 * (words_k + words_v)),
+    )
 
 
 def kernel(filled: Filled, plan: Plan) -> Code:
@@ -117,15 +146,15 @@ def kernel(filled: Filled, plan: Plan) -> Code:
     return compiled(("prefill", form), sizes.target, lambda: write(form, sizes))
 
 
-def group_ranges(p: Problem, bound: Bound) -> Any:
-    """(lo, hi, core_lo, core_hi) of each 6 rows of a key head, int64: see prefill_kernel._Range.
+def group_ranges(p: Problem, bound: Bound, group: int) -> Any:
+    """(lo, hi, core_lo, core_hi) of each `group` rows of a key head, int64: prefill_kernel._Range.
     They follow from the sizes and the words of the mask alone, so they are kept."""
-    key = (p.mask, p.G, p.M, p.N)
+    key = (p.mask, p.G, p.M, p.N, group)
     found = _RANGES.get(key)
     if found is None:
         words: list[int] = []
-        for row in range(0, p.G * p.M, ROWS):
-            rows = row // p.G, min(row + ROWS - 1, p.G * p.M - 1) // p.G + 1
+        for row in range(0, p.G * p.M, group):
+            rows = row // p.G, min(row + group - 1, p.G * p.M - 1) // p.G + 1
             words += [*bound.span(*rows), *core(bound, *rows)]
         found = (ctypes.c_int64 * max(len(words), 1))(*words)
         if len(_RANGES) >= RANGES_KEPT:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .call import Args, Form
-from .ir import Function, Module, Value
+from .ir import Function, Module, Operand, Value
 from .products import ROWS
 from .target import Target
+from .tiles import ROWS as TILE_ROWS
+from .tiles import WORDS
 
-PANEL, PANELS = 64, 4  # keys of a panel, panels of a block
-BLOCK = PANEL * PANELS
-S_STRIDE = BLOCK + 16  # rows do not lie at the same place of a cache set
+PANEL = 64  # keys
+GROUP = 2 * TILE_ROWS  # rows multiplied at once by AMX
 TILE = 48  # rows: their q, scores and u lie in the first two caches
 WIDE_TILE = 24576  # numbers of q or u that a tile has at most
 
@@ -21,6 +22,8 @@ class Sizes:
     """How numbers lie in memory: a pure function of their type (as call.KINDS), D, E and target.
 
     pairs  k, v, q and the weights stay bfloat16, two to a word
+    tiled  and are multiplied by AMX
+    group  rows that are multiplied at once, and skipped at once
     """
 
     kind: str
@@ -31,19 +34,55 @@ class Sizes:
     @property
     def pairs(self) -> bool:
         """See above: AVX512-BF16 takes two terms of a sum at a time, so D must be even."""
-        able = self.target.isa == "avx512" and "+avx512bf16" in self.target.features
-        return able and self.kind == "bf16" and self.D % 2 == 0
+        return self.target.pairs and self.kind == "bf16" and self.D % 2 == 0
+
+    @property
+    def tiled(self) -> bool:
+        """See above."""
+        return self.pairs and self.target.tiles != ""
+
+    @property
+    def group(self) -> int:
+        """See above."""
+        return GROUP if self.tiled else ROWS
 
     @property
     def rows(self) -> int:
-        """Rows of a tile: fewer where they are very wide."""
-        wide = max(self.D, self.E, 1)
-        return max(min(TILE, WIDE_TILE // wide // ROWS * ROWS), ROWS)
+        """Rows of a tile: fewer where they are very wide; one group of AMX."""
+        if self.tiled:
+            return GROUP
+        wide, group = max(self.D, self.E, 1), self.group
+        return max(min(TILE, WIDE_TILE // wide) // group * group, group)
+
+    @property
+    def panels(self) -> int:
+        """Panels of a block."""
+        return 2 if self.tiled else 4
+
+    @property
+    def block(self) -> int:
+        """Keys whose scores are in memory at once."""
+        return self.panels * PANEL
+
+    @property
+    def s_stride(self) -> int:
+        """From row to row of scores: rows do not lie at the same place of a cache set."""
+        return self.block + 16
+
+    @property
+    def slots(self) -> int:
+        """Blocks whose scores are in memory at once: the next one's are multiplied early by AMX."""
+        return 2 if self.tiled else 1
+
+    @property
+    def words(self) -> int:
+        """Words of a row of q or k."""
+        return self.D // 2 if self.pairs else self.D
 
     @property
     def depth(self) -> int:
-        """Words of a row of q or k."""
-        return self.D // 2 if self.pairs else self.D
+        """Those and zeros: words of a row that are multiplied."""
+        return -(-self.words // WORDS) * WORDS if self.tiled else self.words
 
     @property
     def q_stride(self) -> int:
@@ -91,12 +130,15 @@ def write_pack(made: Module, form: Form, sizes: Sizes) -> None:
         rows = [args.row("k", b, hk, f.min(j + jj + n, args.N - 1)) for n in range(w)]
         if sizes.pairs:
             rows = [row.pointing_at("f32") for row in rows]
-        with f.loop(0, sizes.depth // w * w, w) as x:
-            _turn(f, [f.load(row + x, w) for row in rows], out + x * PANEL + jj, w)
-        if rest := sizes.depth % w:
-            at, lanes = sizes.depth - rest, f.tail(rest, w)
-            square = [f.load(row + at, w, lanes) for row in rows]
-            _turn(f, square, out + at * PANEL + jj, rest)
+        whole = sizes.words // w * w
+        with f.loop(0, whole, w) as x:
+            square = [f.load(row + x, w) for row in rows]
+            _turn(f, square, *_k_place(sizes, out, x, jj), w)
+        if whole < sizes.words:
+            lanes = f.tail(sizes.words - whole, w)
+            square = [f.load(row + whole, w, lanes) for row in rows]
+            place = _k_place(sizes, out, whole, jj)
+            _turn(f, square, *place, sizes.depth - whole)
     if not sizes.v_packed:
         return
     to = args.work2 + item * (sizes.v_rows * sizes.u_stride)
@@ -107,8 +149,25 @@ def write_pack(made: Module, form: Form, sizes: Sizes) -> None:
         copy_row(f, args.row("v", b, hk, j + jj), to + jj * sizes.u_stride, sizes.E, w)
 
 
-def _turn(f: Function, square: list[Value], out: Value, rows: int) -> None:
-    """Store the first rows of the transpose of `square`, PANEL apart, by perfect shuffles."""
+def _k_place(sizes: Sizes, panel: Value, x: Operand, j: Value) -> tuple[Value, int]:
+    """Where word x of key j of a panel of k lies, and how far it is to the next word: panels are
+    rows of keys; for AMX, tiles, each in one piece, those of the same keys one after the other."""
+    if not sizes.tiled:
+        return panel + x * PANEL + j, PANEL
+    return panel + j // WORDS * (WORDS * sizes.depth) + x * WORDS + j % WORDS, WORDS
+
+
+def v_place(sizes: Sizes, panel: Value, row: Value, x: int) -> Value:
+    """Where 16 words from x on of a row of packed v lie: in rows; for AMX, in tiles, each in one
+    piece, those of the same keys one after the other."""
+    if not sizes.tiled:
+        return panel + row * sizes.u_stride + x
+    tile = row // WORDS * (sizes.u_stride // WORDS) + x // WORDS
+    return panel + tile * (WORDS * TILE_ROWS) + row % WORDS * WORDS
+
+
+def _turn(f: Function, square: list[Value], out: Value, step: int, rows: int) -> None:
+    """Store the first rows of the transpose of `square`, `step` apart, by perfect shuffles."""
     w = len(square)
     half = w // 2
     low = [x for n in range(half) for x in (n, w + n)]
@@ -120,7 +179,7 @@ def _turn(f: Function, square: list[Value], out: Value, rows: int) -> None:
             for order in (low, high)
         ]
     for n, row in enumerate(square[:rows]):
-        f.store(out + n * PANEL, row)
+        f.store(out + n * step, row)
 
 
 def _pair_values(
@@ -137,7 +196,11 @@ def _pair_values(
         for x, lanes in vectors(f, width, w):
             upper = f.select(both, f.load(odd + x, w, lanes).unsigned("i32"), f.splat(0, w, "i32"))
             word = f.load(even + x, w, lanes).unsigned("i32") | (upper << 16)
-            f.store((to + pair * sizes.u_stride + x).pointing_at("i32"), word)
+            f.store(v_place(sizes, to, pair, x).pointing_at("i32"), word)
+    if sizes.tiled:  # whose products always run over whole panels
+        with f.loop(f.min((args.N - j + 1) // 2, sizes.v_rows), sizes.v_rows) as pair:
+            for x in range(0, sizes.u_stride, w):
+                f.store(v_place(sizes, to, pair, x), f.splat(0.0, w))
 
 
 def vectors(f: Function, width: int, w: int) -> list[tuple[int, Value | None]]:

@@ -1,0 +1,130 @@
+"""What the tests of llvm_cpu's forward share: cases, and attention by its prefill kernel alone."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nosquare as ns
+from helpers import INF, Case, check, rnd
+from nosquare.errors import UnsupportedError
+from nosquare.inputs import Inputs, Spec
+from nosquare.problem import Problem
+
+pytest.importorskip("llvmlite", reason="llvm_cpu generates code with llvmlite")
+from nosquare.backends.llvm_cpu import prefill
+from nosquare.backends.llvm_cpu.target import Target, host
+
+ISAS = ["neon"] if platform.machine() in ("arm64", "aarch64") else ["avx512", "avx2"]
+
+
+def target_of(isa: str) -> Target:
+    """This machine with one of its vector extensions, or "tiles": AVX-512 with AMX emulated. Skips
+    where it has not got that."""
+    try:
+        if isa != "tiles":
+            return host(isa)
+        found = host("avx512")
+    except UnsupportedError:
+        pytest.skip(f"this processor has no {'avx512' if isa == 'tiles' else isa}")
+    if not found.pairs:
+        pytest.skip("this processor cannot multiply pairs of bfloat16")
+    return replace(found, tiles="emulated")
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: ns.Mask | None = None, **options: Any
+) -> tuple[Problem, Inputs]:
+    """The problem and the inputs of a call, as the public functions make them."""
+    mask, get = mask or ns.Full(), options.get
+    drop = get("dropout")
+    seed = drop.seed_tensor() if drop else None
+    x = Inputs(q, k, v, get("bias"), get("sinks"), get("alibi"), seed, None, None, mask.tensors)
+    p, offsets = (drop.p, drop.offsets) if drop else (0.0, (0, 0, 0, 0))
+    return Problem.of(x, Spec(str(mask), get("scale"), get("softcap"), p, offsets)), x
+
+
+def attention_on(isa: str) -> Callable[..., ns.State]:
+    """Attention by the prefill kernel alone."""
+
+    def attend(**options: Any) -> ns.State:
+        p, x = problem_of(**options)
+        o, lse, _ = prefill.forward(p, prefill.plan(p, target_of(isa)), x)
+        return ns.State(o, lse)
+
+    return attend
+
+
+def agrees(c: Case, isa: str) -> None:
+    check(c, attention_on(isa), grads=False)
+
+
+# every tail: of rows (6), of tiles (48), of panels (64) and blocks (256), of vectors, of groups
+SIZES = [
+    {"m": 1, "n": 1, "d": 1},
+    {"m": 48, "n": 64, "d": 64},
+    {"m": 49, "n": 65, "d": 16, "e": 33},
+    {"m": 13, "n": 700, "d": 7, "e": 130},
+    {"m": 131, "n": 257, "d": 72, "hq": 6, "hk": 2},
+    {"m": 5, "n": 40, "d": 640, "e": 520, "hq": 2, "hk": 1},
+]
+
+
+def masks(batch: int, hq: int, m: int, n: int) -> dict[str, ns.Mask]:
+    g = torch.Generator().manual_seed(7)
+
+    def chance(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=g) < 0.4
+
+    q_ids = torch.randint(0, 4, (batch, m), generator=g)
+    k_ids = torch.randint(0, 5, (batch, n), generator=g).sort().values
+    documents = ns.Documents(q_ids, k_ids)
+    holes = chance(batch, hq, m, n)
+    holes[:, :, 3:4], holes[..., 64:150] = False, False  # a row, and more than a panel
+    tiles = ns.BlockSparse(chance(hq, -(-m // 16), -(-n // 16)), 16)
+    return {
+        "dense": ns.Dense(holes),
+        "one for all keys": ns.Dense(chance(hq, m, 1)),
+        "one for all queries": ns.Dense(chance(batch, 1, 1, n)),
+        "apart in memory": ns.Dense(chance(n, m).T),
+        "lengths": ns.Lengths(torch.tensor([0, 77])),
+        "documents": documents,
+        "bytes": ns.Documents(q_ids.to(torch.uint8), k_ids.to(torch.int32)),
+        "tiles": tiles,
+        "tiles of 64": ns.BlockSparse(chance(1, -(-m // 64), -(-n // 64)), 64),
+        "both": ns.Causal() & ns.Lengths(torch.tensor([100, 77])) & documents,
+        "either": (documents & tiles) | ns.Prefix(3),
+        "nothing": ns.Prefix(0),
+    }
+
+
+LOW = torch.finfo(torch.float32).min
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.7},
+    "scale below 0": {"scale": -0.3},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi": rnd(4, seed=4).abs()},
+    "sinks": {"sinks": torch.tensor([-INF, 0.0, 2.0, -1e38])},
+    "bias": {"bias": rnd(2, 4, 61, 203, seed=5)},
+    "bias of a key": {"bias": rnd(4, 1, 203, seed=5, dtype=torch.bfloat16)},
+    "bias of a query": {"bias": rnd(61, 1, seed=5, dtype=torch.float64)},
+    "bias apart in memory": {"bias": rnd(203, 61, seed=5).T},
+    "bias that hides": {"bias": (rnd(61, 203, seed=5) > 1).float().log()},
+    "bias of finfo.min": {"bias": (rnd(61, 203, seed=5) > 0).float() * LOW},
+    "bias of finfo.min in whole rows": {"bias": torch.full((1, 203), LOW)},
+    "dropout": {"dropout": ns.Dropout(0.3, 7)},
+    "dropout of a shard": {"dropout": ns.Dropout(0.1, -7, (1, 2, 3, 5))},
+    "all": {
+        "softcap": 2.0,
+        "alibi": rnd(4, seed=4).abs(),
+        "sinks": rnd(4, seed=6),
+        "bias": rnd(61, 203, seed=5),
+        "dropout": ns.Dropout(0.5, 9),
+    },
+}
