@@ -19,7 +19,7 @@ float32, ids of a mask in uint8 as int64. What the code (not the data) depends o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -152,12 +152,14 @@ class Filled(NamedTuple):
 def point(call: Call, name: str, t: Tensor) -> None:
     """See Filled.point."""
     setattr(call, name, t.data_ptr())
-    _step(call, name, t.shape, t.stride())
+    for field, stride in steps(name, t.shape, t.stride()):
+        setattr(call, field, stride)
 
 
-def _step(call: Call, name: str, sizes: Sequence[int], strides: Sequence[int]) -> None:
+def steps(name: str, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """The fields that say how an array of the block is stepped through, and their values."""
     for field, size, stride in zip(_STRIDES_OF[name], sizes, strides, strict=False):
-        setattr(call, field, stride if size > 1 else 0)
+        yield field, stride if size > 1 else 0
 
 
 def even(problem: Problem) -> bool:
@@ -220,13 +222,16 @@ def outline(p: Problem) -> Outline:
     call, no_mask = Call(), LeafForm(Full, 1, 0, ())
     table: list[Any] = []
     m, n = (p.Hq, p.M), (p.Hk, p.N)
+    strides_of: list[tuple[str, int]] = []
     for name, sizes, strides in zip("qkv", (m, n, n), p.strides, strict=True):
         entry = [stride for _, stride in _varying(p, strides)] or [0]
-        _step(call, name, (p.B, *sizes), (entry[-1], *strides[-3:-1]))
+        strides_of += steps(name, (p.B, *sizes), (entry[-1], *strides[-3:-1]))
     new = replace(p, device=torch.device("meta")).empty_o()
     lse = torch.empty(p.lse_shape, device="meta")
     for name, t in (("o", one_batch(p, new)), ("lse", lse.view(p.B, *m))):
-        _step(call, name, t.shape, t.stride())
+        strides_of += steps(name, t.shape, t.stride())
+    for field, value in strides_of:
+        setattr(call, field, value)
     for name in _SIZES:
         setattr(call, name, getattr(p, name))
     call.scale, call.softcap = p.scale, p.softcap or 0.0
@@ -287,8 +292,8 @@ def outputs(p: Problem, filled: Filled) -> tuple[Tensor, Tensor]:
     """o and lse of a problem that is not packed, empty; the block of `fill` points at them."""
     call, known = filled.call, filled.outline
     # by its strides: that is the fastest way to have a tensor made
-    o = torch.empty_strided(*known.o, dtype=p.dtype)
-    lse = torch.empty_strided(*known.lse, dtype=torch.float32)
+    o = torch.empty_strided(*known.o, dtype=p.dtype, device=p.device)
+    lse = torch.empty_strided(*known.lse, dtype=torch.float32, device=p.device)
     call.o, call.lse = o.data_ptr(), lse.data_ptr()
     return o, lse
 

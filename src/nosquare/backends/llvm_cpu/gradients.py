@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +18,19 @@ from ...problem import Problem
 from ...receipt import Ran
 from .. import Grads
 from . import pool
-from .call import Filled, fill
-from .compiled import compiled
+from .call import Filled, fill, prepared, steps
+from .compiled import Code, compiled
 from .grad_kernel import OWN, TABLE, write
 from .grad_packed import Pack, blocks, heads_first, overlaid
 from .grad_packing import KEYS, PAIRS, TILE, TILES, WIDE, Room, padded
 from .grad_weights import FACTS, Spec
+from .large_lse import large
 from .target import Target
 from .visible import core
 
 # products (pairs times D) below which torch's own backward is done sooner, as measured
 SOON, SOON_CAUSAL = 1 << 24, 1 << 22
-LARGE_LSE = 1024.0  # float32 keeps an lse of this size to 6e-5, and p is as exact as its lse
+_ZERO = ctypes.c_float(0.0)  # the cotangent of each lse, where there is none
 
 
 @dataclass(frozen=True)
@@ -125,27 +128,29 @@ def table(bound: Bound, tile: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-@dataclass
-class _Space:
-    """What backward works in, and what it gives.
+class _Ready(NamedTuple):
+    """What all calls of one plan and form have in common.
 
-    facts (splits, B, Hq, rows, 4); scratch (workers, words); sums of dq where they are in shares
-    (splits, B, Hq, rows, D to whole vectors): float32. dq, dk, dv as q, k, v; dbias float32 as the
-    kernel indexes it. Packed sequences share the rows of one entry.
+    fields  of the block: numbers of the kernel's own, strides of what backward makes
+    spans   the table that the block points at
+    facts   shape of (splits, B, Hq, rows, 4), the first in the workspace; packed sequences share
+            the rows of one entry
+    scratch, sums  where these begin in it, in bytes: memory of the workers; dq, where it comes in
+            shares (splits, B, Hq, rows, D to whole vectors)
+    words   of the workspace
+    made    shape and strides of dq, dk, dv
+    code    of the kernel, without and with exact weights, once it was asked for
     """
 
-    facts: Tensor
-    scratch: Tensor
-    sums: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None
-
-    @property
-    def bytes(self) -> int:
-        """Beyond inputs and outputs, and the table of spans."""
-        return 4 * (self.facts.numel() + self.scratch.numel() + self.sums.numel())
+    fields: list[tuple[str, int]]
+    spans: Tensor
+    facts: tuple[int, ...]
+    scratch: int
+    sums: int
+    words: int
+    made: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    ran: Ran
+    code: dict[bool, Code]
 
 
 def backward(
@@ -156,47 +161,109 @@ def backward(
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, bias, sinks (None where not wanted), and what ran."""
-    p, target = problem, plan.target
+    p = problem
     pack = Pack.of(p, x, plan.tile) if p.packed else None
-    whole = fill(*overlaid(p, x)) if pack else fill(p, x)
-    lse = saved[1]
-    large = bool(((lse.abs() > LARGE_LSE) & (lse > -math.inf)).any())
-    spec = Spec(whole.form, plan.products, "b" in p.grads and x.bias is not None, large)
-    space = _space(p, plan, x, spec, pack)
-    _point(p, whole, saved, cotangents, space)
-    bounds = pack.bounds(p, x) if pack else [whole.bound]
+    filled = fill(*overlaid(p, x)) if pack else fill(p, x)
+    bounds = pack.bounds(p, x) if pack else [filled.bound]
+    own = _of_pack(p, plan, pack, bounds) if pack else prepared(_prepare, p, plan, filled)
+    dq, dk, dv = (
+        torch.empty_strided(*layout, dtype=p.dtype, device=p.device) for layout in own.made
+    )
+    dbias = None
+    if "b" in p.grads and x.bias is not None:
+        dbias = torch.zeros(
+            lay_out_bias(x.bias, p.batch).shape, dtype=torch.float32, device=p.device
+        )
+        filled.point("dbias", dbias)
+    _point(p, filled, saved, cotangents, own)
+    work = torch.empty(own.words, dtype=torch.float32, device=p.device)
+    call, start = filled.call, work.data_ptr()
+    call.delta, call.work, call.work2 = start, start + own.scratch, start + own.sums
+    call.dq, call.dk, call.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    address, suffix = filled.address, ""
+    if pack:
+        for t, owned in ((dq, pack.q[-1]), (dk, pack.k[-1]), (dv, pack.k[-1])):
+            t[owned:].zero_()  # tokens that no sequence owns
+        each = _of_sequences(p, plan, filled, pack, bounds)
+        address, suffix = each.data_ptr(), "_of"
+    code = _code(plan, filled, own, dbias is not None, large(saved[1]))
+    pool.run(code.address("item" + suffix), address, plan.items(p), plan.threads)
+    if plan.splits > 1:
+        pool.run(code.address("total" + suffix), address, p.B * p.Hq, plan.threads)
+    if dbias is not None and x.bias is not None:
+        dbias = restore(dbias, x.bias.shape, p.batch).to(x.bias.dtype)
+    dsinks = None
+    if "s" in p.grads and x.sinks is not None:
+        facts = work[: math.prod(own.facts)].view(own.facts)[0]
+        dsinks = _dsinks(p, x.sinks, saved[1], facts, pack)
+    found = [t if c in p.grads else None for c, t in zip("qkv", (dq, dk, dv), strict=True)]
+    return (*found, dbias, dsinks), own.ran
+
+
+def _code(plan: Plan, filled: Filled, own: _Ready, dbias: bool, exact: bool) -> Code:
+    found = own.code.get(exact)
+    if found is None:
+        spec, target = Spec(filled.form, plan.products, dbias, exact), plan.target
+        found = compiled(("backward", spec), target, lambda: write(spec, target))
+        own.code[exact] = found
+    return found
+
+
+def _prepare(p: Problem, plan: Plan, filled: Filled) -> _Ready:
+    rows = padded(p.M, plan.tile)
+    return _laid_out(p, plan, [filled.bound], (p.B, rows, rows))
+
+
+def _of_pack(p: Problem, plan: Plan, pack: Pack, bounds: list[Bound]) -> _Ready:
+    longest = max(b - a for a, b in pairwise(pack.rows))
+    return _laid_out(p, plan, bounds, (1, pack.rows[-1], longest))
+
+
+def _laid_out(p: Problem, plan: Plan, bounds: list[Bound], room: tuple[int, int, int]) -> _Ready:
+    """room: entries in the workspace, rows of each of their heads, and of the longest sequence."""
+    entries, rows, longest = room
     tables = [words for bound in bounds for tile in table(bound, plan.tile) for words in tile]
-    spans = torch.tensor(tables, dtype=torch.int64)
+    spans = torch.tensor(tables, dtype=torch.int64, device="cpu")
+    workers, each = plan.scratch_words(p, longest)
+    width = Room(p.D, p.E, plan.target, plan.products).D if plan.splits > 1 else 0
+    share = entries * p.Hq * rows
+    scratch = plan.splits * share * FACTS
+    sums = scratch + workers * each
     own = {
         "splits": plan.splits,
         "rows": padded(p.M, plan.tile),
         "table": spans.data_ptr(),
         "entries": plan.entries,
         "heads": plan.heads,
-        "scratch": space.scratch.shape[1],
-        "share": math.prod(space.facts.shape[1:4]),
+        "scratch": each,
+        "share": share,
     }
-    for n, name in enumerate(OWN):
-        setattr(whole.call, f"x{n}", own[name])
-    address, suffix = whole.address, ""
-    if pack:
-        each = _of_sequences(plan, whole, pack, bounds, space)
-        address, suffix = each.data_ptr(), "_of"
-    code = compiled(("backward", spec), target, lambda: write(spec, target))
-    pool.run(code.address("item" + suffix), address, plan.items(p), plan.threads)
-    if plan.splits > 1:
-        pool.run(code.address("total" + suffix), address, p.B * p.Hq, plan.threads)
-    name = f"llvm {target.isa} backward" + (f" {spec.products}" if spec.pairs else "")
-    used = space.bytes + spans.numel() * spans.element_size()
-    return _gradients(p, x, lse, space, pack), Ran((name,), used, ())
+    fields = [(f"x{n}", own[name]) for n, name in enumerate(OWN)]
+    facts = torch.empty(entries, p.Hq, rows, FACTS, dtype=torch.float32, device="meta")
+    fields += steps("delta", facts.shape, facts.stride())
+    made = []
+    for name, heads, tokens, wide in (
+        ("dq", p.Hq, p.M, p.D),
+        ("dk", p.Hk, p.N, p.D),
+        ("dv", p.Hk, p.N, p.E),
+    ):
+        shape = (tokens, heads, wide) if p.packed else (*p.batch, heads, tokens, wide)
+        new = torch.empty(shape, device="meta")
+        made.append((shape, new.stride()))
+        entry = _entries(p, new)
+        fields += steps(name, entry.shape, entry.stride())
+    words = sums + plan.splits * share * width
+    kind = "" if plan.products == WIDE else f" {plan.products}"
+    used = 4 * words + spans.numel() * spans.element_size()
+    ran = Ran((f"llvm {plan.target.isa} backward{kind}",), used, ())
+    whole = (plan.splits, *facts.shape)
+    return _Ready(fields, spans, whole, 4 * scratch, 4 * sums, words, made, ran, {})
 
 
-def _of_sequences(
-    plan: Plan, whole: Filled, pack: Pack, bounds: list[Bound], space: _Space
-) -> Tensor:
+def _of_sequences(p: Problem, plan: Plan, whole: Filled, pack: Pack, bounds: list[Bound]) -> Tensor:
     """The blocks of all sequences."""
     tables = whole.call.x2
-    sums = 4 * space.sums.shape[-1]
+    sums = 4 * Room(p.D, p.E, plan.target, plan.products).D
     own = {
         f"x{OWN.index('rows')}": [b - a for a, b in pairwise(pack.rows)],
         f"x{OWN.index('table')}": [tables + 8 * TABLE * (r // plan.tile) for r in pack.rows[:-1]],
@@ -205,57 +272,29 @@ def _of_sequences(
     return blocks(whole, pack, bounds, own)
 
 
-def _space(p: Problem, plan: Plan, x: Inputs, spec: Spec, pack: Pack | None) -> _Space:
-    rows = pack.rows[-1] if pack else padded(p.M, plan.tile)
-    longest = max(b - a for a, b in pairwise(pack.rows)) if pack else rows
-    lead = (plan.splits, 1 if pack else p.B, p.Hq, rows)
-    width = Room(p.D, p.E, plan.target, plan.products).D
-    bias = lay_out_bias(x.bias, p.batch).shape if spec.dbias and x.bias is not None else None
-    space = _Space(
-        facts=torch.empty(*lead, FACTS),
-        scratch=torch.empty(plan.scratch_words(p, longest)),
-        sums=torch.empty(*lead, width) if plan.splits > 1 else torch.empty(0, width),
-        dq=torch.empty(x.q.shape, dtype=p.dtype),
-        dk=torch.empty(x.k.shape, dtype=p.dtype),
-        dv=torch.empty(x.v.shape, dtype=p.dtype),
-        dbias=None if bias is None else torch.zeros(bias),
-    )
-    if pack:  # tokens that no sequence owns
-        for t, owned in ((space.dq, pack.q[-1]), (space.dk, pack.k[-1]), (space.dv, pack.k[-1])):
-            t[owned:].zero_()
-    return space
-
-
 def _point(
     p: Problem,
     filled: Filled,
     saved: tuple[Tensor, Tensor],
     cotangents: tuple[Tensor | None, Tensor | None],
-    space: _Space,
+    own: _Ready,
 ) -> None:
     do, dlse = cotangents
-    do = torch.zeros(p.E, dtype=p.dtype).expand(p.o_shape) if do is None else do
-    dlse = torch.zeros(()).expand(p.lse_shape) if dlse is None else dlse
-    for name, t in (
-        ("o", _whole_rows(saved[0])),
-        ("lse", saved[1]),
-        ("do", _whole_rows(do)),
-        ("dlse", dlse),
-        ("dq", space.dq),
-        ("dk", space.dk),
-        ("dv", space.dv),
-    ):
+    do = torch.zeros(p.E, dtype=p.dtype, device=p.device).expand(p.o_shape) if do is None else do
+    for name, t in (("o", _whole_rows(saved[0])), ("lse", saved[1]), ("do", _whole_rows(do))):
         filled.point(name, _entries(p, t))
-    filled.point("delta", space.facts[0])
-    if space.dbias is not None:
-        filled.point("dbias", space.dbias)
-    filled.call.work, filled.call.work2 = space.scratch.data_ptr(), space.sums.data_ptr()
+    if dlse is None:
+        filled.call.dlse = ctypes.addressof(_ZERO)
+    else:
+        filled.point("dlse", _entries(p, dlse))
+    for name, value in own.fields:
+        setattr(filled.call, name, value)
 
 
 def _entries(p: Problem, t: Tensor) -> Tensor:
     """Something of tokens with one batch axis and heads before tokens."""
     if not p.packed:
-        return t.reshape(p.B, *t.shape[len(p.batch) :])
+        return t if len(p.batch) == 1 else t.reshape(p.B, *t.shape[len(p.batch) :])
     return t.expand(p.B, *t.shape) if t.dim() == 2 else heads_first(p, t)
 
 
@@ -264,24 +303,15 @@ def _whole_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _gradients(p: Problem, x: Inputs, lse: Tensor, space: _Space, pack: Pack | None) -> Grads:
-    """The gradients in the user's shapes and dtypes."""
-    dsinks = None
-    if "s" in p.grads and x.sinks is not None:
-        lse, facts = lse.reshape(-1, p.Hq, p.M), space.facts[0]
-        if pack:
-            facts, lse = facts.index_select(2, pack.rows_of_tokens()), lse[..., : pack.q[-1]]
-        else:
-            facts = facts[:, :, : p.M]
-        sink = per_head(x.sinks, p.batch, p.Hq).float()
-        safe = lse.masked_fill(lse == -math.inf, 0)
-        weight = torch.exp(sink[..., 0] - safe) * facts[..., 2]
-        per_entry = -(weight * facts[..., 1]).sum(-1)
-        dsinks = per_entry.sum_to_size(sink.shape[:2])
-    found = (space.dq, space.dk, space.dv, space.dbias, dsinks)
-    return tuple(
-        None
-        if t is None or given is None or letter not in p.grads
-        else restore(t, given.shape, p.batch).to(given.dtype)
-        for letter, t, given in zip("qkvbs", found, x[:5], strict=True)
-    )
+def _dsinks(p: Problem, sinks: Tensor, lse: Tensor, facts: Tensor, pack: Pack | None) -> Tensor:
+    """The gradient of the sinks from the facts of rows (B | 1, Hq, rows, 4)."""
+    lse = lse.reshape(-1, p.Hq, p.M)
+    if pack:
+        facts, lse = facts.index_select(2, pack.rows_of_tokens()), lse[..., : pack.q[-1]]
+    else:
+        facts = facts[:, :, : p.M]
+    sink = per_head(sinks, p.batch, p.Hq).float()
+    safe = lse.masked_fill(lse == -math.inf, 0)
+    weight = torch.exp(sink[..., 0] - safe) * facts[..., 2]
+    per_entry = -(weight * facts[..., 1]).sum(-1)
+    return restore(per_entry.sum_to_size(sink.shape[:2]), sinks.shape, p.batch).to(sinks.dtype)
