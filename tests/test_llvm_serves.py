@@ -181,38 +181,79 @@ def test_a_process_that_may_run_no_new_code_lives() -> None:
 # ---- memory ----
 
 
-def packed(**options: Any) -> Tensor:
-    ends = torch.tensor([0, 4, 9])
-    return ns.attention_varlen(*(rnd(9, 2, 4, seed=s) for s in range(3)), ends, ends, **options)
+Call = Callable[[], list[Tensor]]
 
 
-def of(**sizes: Any) -> Callable[..., Tensor]:
-    c = case(mask=ns.Causal() | ns.Prefix(2), **sizes)
-    return lambda **options: ns.attention(c.q, c.k, c.v, **c.options, **options)
+def packed(m: int) -> Call:
+    x = [rnd(m, 2, 4, seed=s).requires_grad_() for s in range(3)]
+    ends = torch.tensor([0, 4, m])
+
+    def call() -> list[Tensor]:
+        o = ns.attention_varlen(*x, ends, ends, backend="llvm_cpu")
+        return [o, *torch.autograd.grad(o.sum(), x)]
+
+    return call
 
 
-def gradient(**options: Any) -> Tensor:
-    c = case(mask=ns.Causal() & ns.Window(9, 0))
-    q = c.q.requires_grad_()
-    return torch.autograd.grad(ns.attention(q, c.k, c.v, **c.options, **options).sum(), q)[0]
+def forward(m: int) -> Call:
+    c = case(m=m, mask=ns.Causal() | ns.Prefix(2))
+
+    def call() -> list[Tensor]:
+        s = ns.attention_state(c.q, c.k, c.v, **c.options, backend="llvm_cpu")
+        return [s.o, s.lse]
+
+    return call
+
+
+def gradient(m: int) -> Call:
+    bias, sinks = rnd(4, 1, 53).requires_grad_(), rnd(4).requires_grad_()
+    c = case(m=m, mask=ns.Causal() & ns.Window(9, 0), bias=bias, sinks=sinks)
+    x = [c.q.requires_grad_(), c.k, c.v, bias, sinks]
+
+    def call() -> list[Tensor]:
+        s = ns.attention_state(*x[:3], **c.options, backend="llvm_cpu")
+        both = s.o.sum() + s.lse.exp().sum()
+        return [s.o, s.lse, *torch.autograd.grad(both, [x[0], bias, sinks])]
+
+    return call
+
+
+CALLS = {"prefill": (forward, 37), "decode": (forward, 1), "packed": (packed, 9),
+         "backward": (gradient, 37)}  # fmt: skip
 
 
 @needs_code
-@pytest.mark.parametrize("call", [of(), of(m=1), packed, gradient],
-                         ids=["prefill", "decode", "packed", "backward"])  # fmt: skip
-def test_results_live_no_longer_than_the_user_wants(call: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_results_live_no_longer_than_the_user_wants(name: str) -> None:
     """No cycle of references holds them until Python's collector comes by."""
-    call(backend="llvm_cpu")  # compiling leaves cycles of its own, without tensors
+    make, m = CALLS[name]
+    call = make(m)
+    call()  # compiling leaves cycles of its own, without tensors
     gc.collect()
     gc.disable()
     try:
-        result = call(backend="llvm_cpu")
-        storage = weakref.ref(result.untyped_storage())
-        assert storage() is not None
-        del result
-        assert storage() is None
+        found = call()
+        storages = [weakref.ref(t.untyped_storage()) for t in found]
+        assert all(one() is not None for one in storages)
+        del found
+        assert not any(one() is not None for one in storages)
     finally:
         gc.enable()
+
+
+@needs_code
+@pytest.mark.parametrize("name", CALLS)
+def test_torchs_defaults_change_nothing(name: str) -> None:
+    """Workspace is float32 memory of this machine, whatever a new tensor is by default."""
+    make, m = CALLS[name]
+    call = make(m + 1)  # another size: nothing is remembered of it
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, call()))
 
 
 # ---- what it says before it runs ----
