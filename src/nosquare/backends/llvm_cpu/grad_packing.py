@@ -145,10 +145,10 @@ class Packer:
             for n, line in enumerate(transposed(f, square)):
                 f.store(to.word(x, j, n), line)
 
-    def pair(self, name: str, to: Grid, rows: int, width: int) -> None:
+    def pair(self, source: Value, to: Grid, rows: int, width: int) -> None:
         """(rows, width) bfloat16 as (rows / 2, width) words of two rows."""
         f, w = self.f, self.lanes
-        source = self.at[name].pointing_at("i16")
+        source = source.pointing_at("i16")
         with f.loop(0, rows // 2) as r, f.loop(0, width, w) as x:
             low, high = (f.load(source + ((r * 2 + c) * width + x), w) for c in (0, 1))
             f.store(to.word(r // SQUARE * SQUARE, x, r % SQUARE), two(low, high))

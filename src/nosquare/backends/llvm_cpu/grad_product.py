@@ -1,10 +1,8 @@
 """The matrix products of backward, between a tile of queries and a panel of keys.
 
-Products says what each kind of them does: InRegisters (here), and Tiled (grad_tiles.py). In
-registers, a few rows by a few vectors of columns are held at a time. A number of a matrix is one
-word of 32 bits: a float32, or two bfloat16 that lie one after the other along the axis that is
-summed over. So one loop serves both: broadcast a word of a, load a row of words of b, and add their
-products to the float32 sums of c.
+Products says what each kind of them does: InRegisters (here, by products.py), and Tiled
+(grad_tiles.py). A number of a matrix is one word of 32 bits: a float32, or two bfloat16 that lie
+one after the other along the axis that is summed over.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from .call import Args
 from .grad_packing import KEYS, STEP, Grid, Packer
 from .grad_weights import Head, Spec, Tile
 from .ir import Function, Module, Value
+from .products import ROWS, Matrix, Sums, product
 from .target import Target
 
-ROWS = 6  # of c in registers at a time
 COLUMNS = {"avx512": 4, "avx2": 2, "neon": 4}  # vectors of c beside each other in registers
 Where = tuple[Value, Value, Value, Value]  # a, b, c, depth
 
@@ -33,6 +31,9 @@ class Products(ABC):
         self.f, self.s, self.form, self.args, self.target = f, s, s.form, args, target
         self.pack, self.room, self.at = pack, pack.room, pack.at
         self.seen = self.at["seen"].pointing_at("i64")
+        # name, numbers of a row, and words of it in scratch
+        self.sides = (("q", self.form.D, self.room.q_row), ("do", self.form.E, self.room.do_row))
+        self.rows: dict[str, Grid] = {}  # of the tile at hand
 
     @abstractmethod
     def begin(self) -> None:
@@ -63,22 +64,38 @@ class Products(ABC):
     def keys(self) -> None:
         """k as dq takes it."""
         if self.s.pairs:
-            self.pack.pair("k_rows", self.grid("k_pairs", self.room.D), KEYS, self.room.D)
+            self.pack.pair(self.at["k_rows"], self.grid("k_pairs", self.room.D), KEYS, self.room.D)
 
     def grid(self, name: str, width: int) -> Grid:
         """How words that are multiplied from the right lie in scratch: here in rows."""
         return Grid.rows(self.at[name], width)
 
     def fetch(self, tile: Tile) -> None:
-        """q and do of a tile into scratch: the rows that see a key, the others as 0."""
-        f, room = self.f, self.room
-        for name, width, row in (("q", self.form.D, room.q_row), ("do", self.form.E, room.do_row)):
-            with f.loop(tile.first, tile.last) as r:
-                there = f.variable(tile.whole)
-                with f.when(~tile.whole):
-                    there.value = f.load(self.seen + r) != 0
-                source = self.args.row(name, tile.head.b, tile.head.h, tile.i0 + r)
-                self.pack.row(source, there.value, width, self.at[name] + r * row, row)
+        """Where q and do of a tile are: in the caller's memory, when the tile is whole and their
+        rows can be multiplied as they lie there, else in scratch: the rows that see a key, the
+        others as 0."""
+        f, args, head, in_place = self.f, self.args, tile.head, tile.whole
+        for name, width, row in self.sides:
+            fits = self.fits(width, row, getattr(args, f"{name}_m"))
+            in_place = in_place & (False if fits is None else fits)
+        with f.when(~in_place):
+            for name, width, row in self.sides:
+                with f.loop(tile.first, tile.last) as r:
+                    there = f.variable(tile.whole)
+                    with f.when(~tile.whole):
+                        there.value = f.load(self.seen + r) != 0
+                    source = args.row(name, head.b, head.h, tile.i0 + r)
+                    self.pack.row(source, there.value, width, self.at[name] + r * row, row)
+        for name, _, row in self.sides:
+            source = args.row(name, head.b, head.h, tile.i0).pointing_at("f32")
+            at = f.select(in_place, source, self.at[name])
+            words = getattr(args, f"{name}_m") // (2 if self.s.pairs else 1)
+            self.rows[name] = Grid.rows(at, f.select(in_place, words, row))
+
+    @abstractmethod
+    def fits(self, width: int, row: int, stride: Value) -> Value | None:
+        """Whether rows of the caller's, `stride` numbers apart, can be multiplied as they lie; None
+        where they never can. width: numbers of a row; row: words of it in scratch."""
 
     @contextmanager
     def parts(self, tile: Tile) -> Iterator[Tile]:
@@ -113,51 +130,58 @@ class InRegisters(Products):
     def prepare(self, head: Head) -> None:
         """Nothing."""
 
+    def fits(self, width: int, row: int, stride: Value) -> Value | None:
+        """Where they lie as they would in scratch."""
+        numbers = row * (2 if self.s.pairs else 1)
+        same = width == numbers and (self.s.pairs or self.form.dtype == "f32")
+        return stride == numbers if same else None
+
     def scores(self, part: Tile) -> None:
         """s = q k^T"""
-        product = Product(self.room.q_row, 1, KEYS, STEP, False, self.s.pairs)
-        where = (self.at["q"], self.at["k_turned"], part.s, self.room.q_depth)
-        self._down(product, part, KEYS, where)
+        kernel = Product(self.room.q_row, 1, KEYS, STEP, False, self.s.pairs)
+        where = (self.rows["q"].at, self.at["k_turned"], part.s, self.room.q_depth)
+        self._down(kernel, part, KEYS, where)
 
     def slopes(self, part: Tile) -> None:
         """dp = do v^T"""
-        product = Product(self.room.do_row, 1, KEYS, STEP, False, self.s.pairs)
-        where = (self.at["do"], self.at["v_turned"], part.dp, self.room.do_depth)
-        self._down(product, part, KEYS, where)
+        kernel = Product(self.room.do_row, 1, KEYS, STEP, False, self.s.pairs)
+        where = (self.rows["do"].at, self.at["v_turned"], part.dp, self.room.do_depth)
+        self._down(kernel, part, KEYS, where)
 
     def gradients(self, tile: Tile) -> None:
         """dv += p^T do       dk += ds^T q        dq += ds k"""
         f, at, room, pairs = self.f, self.at, self.room, self.s.pairs
+        q, do = self.rows["q"].at, self.rows["do"].at
         if pairs:
             for name, width in (("q", room.D), ("do", room.E)):
-                self.pack.pair(name, self.grid(f"{name}_pairs", width), room.tile, width)
+                to = self.grid(f"{name}_pairs", width)
+                self.pack.pair(self.rows[name].at, to, room.tile, width)
+            q, do = at["q_pairs"], at["do_pairs"]
         per = 2 if pairs else 1
-        names = (
-            "p_pairs ds_pairs ds_rows q_pairs do_pairs k_pairs" if pairs else "s dp dp q do k_rows"
-        )
-        p, ds, ds_rows, q, do, k = (at[name] for name in names.split())
+        names = "p_pairs ds_pairs ds_rows k_pairs" if pairs else "s dp dp k_rows"
+        p, ds, ds_rows, k = (at[name] for name in names.split())
         skip, depth = tile.first // per, (tile.last - tile.first) // per
         body = KEYS // ROWS * ROWS
         for name, a, b, width in (("dv", p, do, room.E), ("dk", ds, q, room.D)):
-            product = Product(1, STEP, width, width, True, pairs)
+            kernel = Product(1, STEP, width, width, True, pairs)
             a, b, c = a + skip * STEP, b + skip * width, at[name]
             with f.loop(0, body, ROWS) as r:
                 where = (a + r, b, c + r * width, depth)
-                product.columns(f, self.target, width, ROWS, where)
+                kernel.columns(f, self.target, width, ROWS, where)
             where = (a + body, b, c + body * width, depth)
-            product.columns(f, self.target, width, KEYS - body, where)
+            kernel.columns(f, self.target, width, KEYS - body, where)
         back = Product(STEP // per, 1, room.D, room.D, True, pairs)
         dq = tile.head.dq + tile.i0 * room.D
         self._down(back, tile, room.D, (ds_rows, k, dq, KEYS // per))
 
     def _down(
-        self, product: Product, tile: Tile, width: int, where: tuple[Value, Value, Value, int]
+        self, kernel: Product, tile: Tile, width: int, where: tuple[Value, Value, Value, int]
     ) -> None:
         """A product for the groups of rows of a tile; where: a, b, c and the depth."""
         a, b, c, depth = where
         with self.f.loop(tile.first, tile.last, ROWS) as r:
-            places = (a + r * product.a_row, b, c + r * product.c_row, self.f.value(depth, "i64"))
-            product.columns(self.f, self.target, width, ROWS, places)
+            places = (a + r * kernel.a_row, b, c + r * kernel.c_row, self.f.value(depth, "i64"))
+            kernel.columns(self.f, self.target, width, ROWS, places)
 
 
 @dataclass(frozen=True)
@@ -186,26 +210,10 @@ class Product:
             return name
         f = module.function(name, a="f32*", b="f32*", c="f32*", depth="i64")
         a, b, c, depth = f.parameters
-        places = [[c + (r * self.c_row + j * w) for j in range(columns)] for r in range(rows)]
-        sums = [[f.variable(f.splat(0.0, w)) for _ in row] for row in places]
-        with f.loop(0, depth) as k:
-            at = b + k * self.b_step
-            right = [f.load(at + j * w, w) for j in range(columns)]
-            for r in range(rows):
-                left = f.splat(f.load(a + (k * self.a_step + r * self.a_row)), w)
-                for j in range(columns):
-                    sums[r][j].value = self._add(f, left, right[j], sums[r][j].value)
-        for row, of in zip(places, sums, strict=True):
-            for p, total in zip(row, of, strict=True):
-                # c joins at the end: sums of sums round less than one long sum
-                f.store(p, f.load(p, w) + total.value if self.adds else total.value)
+        left, sums = Matrix(a, self.a_row, self.a_step), Sums(columns * w, w, self.pairs)
+        sums = sums._replace(rows=rows, fresh=not self.adds)
+        product(f, left, Matrix(b, self.b_step), Matrix(c, self.c_row), depth, sums)
         return name
-
-    def _add(self, f: Function, a: Value, b: Value, c: Value) -> Value:
-        if not self.pairs:
-            return f.fma(a, b, c)
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * c.lanes}"
-        return f.call(name, "f32", c.lanes, c, a.bits("i32"), b.bits("i32"))
 
     def columns(self, f: Function, target: Target, n: int, rows: int, where: Where) -> None:
         """All n columns (a multiple of the lanes) of `rows` rows."""

@@ -45,7 +45,7 @@ class Tiled(Products):
         """q^T and do^T of a head."""
         f, args, room, odd = self.f, self.args, self.room, self.at["odd"].pointing_at("i64")
         with f.loop(0, args.M, room.group) as i0:
-            for name, width, row in self._sides():
+            for name, width, row in self.sides:
                 with f.loop(0, room.group) as r:
                     source = args.row(name, head.b, head.h, i0 + r)
                     there, to = i0 + r < args.M, self.at[name] + r * row
@@ -54,9 +54,9 @@ class Tiled(Products):
                 f.store(odd, f.load(odd) | found.unsigned("i64"))
             self._turn(f.value(0, "i64"), head.turned + i0 * room.turned)
 
-    def _sides(self) -> tuple[tuple[str, int, int], ...]:
-        """Name, width and words of a row of q and do."""
-        return ("q", self.form.D, self.room.q_row), ("do", self.form.E, self.room.do_row)
+    def fits(self, width: int, row: int, stride: Value) -> Value | None:
+        """Where they are whole tiles wide, and begin at whole words."""
+        return (stride & 1) == 0 if width == 2 * row else None
 
     def _turn(self, first: Value, to: Value) -> None:
         """A group of rows in scratch, from row `first` on, turned."""
@@ -69,29 +69,17 @@ class Tiled(Products):
                 square = [two(a, b) for a, b in zip(lines[::2], lines[1::2], strict=True)]
                 for n, line in enumerate(transposed(g, square)):
                     g.store(out + (x + n) * SQUARE, line)
-        for side, _, row in self._sides():
+        for side, _, row in self.sides:
             rows = self.at[side] + first * row
             words = f"ptr {rows.name}, i64 {2 * row}, ptr {to.name}"
             f.emit(f"call void @{name}({words}) noinline")
             to = to + 2 * row * SQUARE
 
     def fetch(self, tile: Tile) -> None:
-        """Where q and do of a tile are, as rows and turned. What sees nothing enters as 0: copies
-        are made of the rows of a tile that is not whole, and, where one of them is not finite, of
-        the turned ones."""
+        """Where q and do of a tile are, as rows and turned. What sees nothing enters as 0, so where
+        a row is not finite, what is turned is made anew for a tile that is not whole."""
+        super().fetch(tile)
         f, room = self.f, self.room
-        self.rows: dict[str, Grid] = {}
-        in_place = tile.whole
-        for name, width, row in self._sides():
-            stride = getattr(self.args, f"{name}_m")
-            in_place = in_place & ((stride & 1) == 0) & (f.value(width, "i64") == 2 * row)
-        with f.when(~in_place):
-            super().fetch(tile)
-        for name, _, row in self._sides():
-            stride = getattr(self.args, f"{name}_m")
-            source = self.args.row(name, tile.head.b, tile.head.h, tile.i0)
-            at = f.select(in_place, source.pointing_at("f32"), self.at[name])
-            self.rows[name] = Grid.rows(at, f.select(in_place, stride >> 1, row))
         turned = f.variable(tile.head.turned + tile.i0 * room.turned)
         with f.when(~tile.whole & (f.load(self.at["odd"].pointing_at("i64")) != 0)):
             with f.loop(tile.first, tile.last, room.group) as r:
