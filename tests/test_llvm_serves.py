@@ -20,6 +20,7 @@ from torch import Tensor
 import nosquare as ns
 from helpers import case, forget, rnd
 from nosquare.backends import BACKWARD, BACKWARD_LSE, FORWARD, choose, discover, objections
+from nosquare.doctor import doctor
 from nosquare.errors import UnsupportedError
 from nosquare.estimate import contiguous, cost
 
@@ -152,6 +153,14 @@ def test_by_name_it_is_refused(reason: str) -> None:
         f"  llvm_cpu  {reason}\n"
         "  Try: backend=None, so that another backend may take it."
     )
+
+
+def test_the_doctor_says_what_is_missing(
+    reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    doctor()
+    assert f"\n  llvm_cpu: {reason}\n" in capsys.readouterr().out
 
 
 FORBIDDEN = """
