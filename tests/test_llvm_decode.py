@@ -203,11 +203,16 @@ def test_it_says_what_ran() -> None:
 
 def test_refusals() -> None:
     """Word for word: users read them in receipts."""
-    small = problem(case((1,), 8, 2, 1, 300, 64))
+    small = problem(case((1,), 2, 2, 1, 300, 64))
     assert refusals(small, "forward") == []
     assert yields(small, "forward") == [
         "with 307,200 bytes of keys and values torch's own kernel is done sooner"
     ]
+    # it is not, where it reads a group one by one, has several rows, or 16-bit numbers
+    for sizes, dtype in (((8, 2, 1, 30), "float32"), ((2, 2, 2, 300), "float32"),
+                         ((2, 2, 1, 64), "bfloat16")):  # fmt: skip
+        c = case((1,), *sizes, 64, dtype=getattr(torch, dtype))
+        assert yields(problem(c), "forward") == []
     rows = problem(case((1,), 8, 2, 5, 300, 64))
     assert decode.refusals(rows) == ["it decodes up to 16 query rows a key head, and here are 20"]
     double = problem(case((1,), 8, 2, 1, 300, 64, dtype=torch.float64))

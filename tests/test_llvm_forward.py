@@ -174,7 +174,7 @@ def test_torch_serves_what_it_does_sooner() -> None:
         return prefill.refusals(p) or yields(p, FORWARD)
 
     small, large = rnd(1, 1, 20, 64), rnd(1, 8, 512, 64)
-    said = "with fewer than 16777216 products torch's own kernel has done before it starts"
+    said = "with fewer than 524288 products torch's own kernel has done before it starts"
     assert objections(q=small, k=small, v=small) == [said]
     assert objections(q=large, k=large, v=large) == []
     said = "its tiles hold rows of up to 2048 numbers, and these have 2049"

@@ -148,6 +148,25 @@ def test_batch_axes_that_one_stride_steps_through() -> None:
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_whatever_device_and_dtype_are_the_default() -> None:
+    """All memory is on the CPU, and of the types that the kernels know."""
+    before = torch.get_default_dtype()
+    inputs_, mask = (rnd(1, 2, 70, 16), rnd(1, 2, 90, 16), rnd(1, 2, 90, 16)), ns.Causal()
+    want = ns.attention(*inputs_, mask=mask, backend="torch_any")
+    call.outline.cache_clear()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            for rows in (70, 3):
+                q, k, v = (t.clone().requires_grad_() for t in inputs_)
+                o = ns.attention(q[:, :, -rows:], k, v, mask=mask, backend="llvm_cpu")
+                grads = torch.autograd.grad(o, (q, k, v), o.detach())
+                assert torch.allclose(o, want[:, :, -rows:], rtol=1e-4, atol=1e-5)
+                assert all(bool(g.isfinite().all()) for g in grads)
+    finally:
+        torch.set_default_dtype(before)
+
+
 # ---- other processors ----
 
 

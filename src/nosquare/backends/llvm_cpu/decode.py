@@ -22,9 +22,9 @@ from .visible import core
 
 NAME = "llvm_cpu decode"
 ROWS = 16  # of a key head, at most: with more, products of whole tiles are faster
-# bytes of keys and values below which torch's own kernel is done sooner: of 16-bit types, which it
-# reads slowly; of float32 for several rows a key head, and for one
-SOON_SHORT, SOON_ROWS, SOON = 1 << 18, 1 << 20, 1 << 22
+# bytes of keys and values below which torch's own kernel is done sooner (docs/log.md): of 16-bit
+# types, which it reads slowly; of float32 for several rows a key head, and for one
+SOON_SHORT, SOON_ROWS, SOON = 1 << 14, 1 << 17, 1 << 19
 ALONE = 1 << 18  # bytes of keys and values below which waking other cores costs more than it gives
 
 LINE = 64  # bytes of a cache line: parts begin at one
@@ -58,6 +58,8 @@ def refusals(p: Problem) -> list[str]:
 def slower(p: Problem) -> list[str]:
     """Why torch's own kernel should decode, if it can, where there is so little to do that it is
     done before this one has filled its block."""
+    if p.M == 1 and p.G > 1:  # it has to fold the group into rows, which takes longer than this
+        return []
     soon = SOON_ROWS if p.G * p.M > 1 else SOON
     read = _read_bytes(p, p.N)
     if read >= (soon if p.dtype == torch.float32 else SOON_SHORT):

@@ -28,8 +28,10 @@ from .large_lse import large
 from .target import Target
 from .visible import core
 
-# products (pairs times D) below which torch's own backward is done sooner, as measured
-SOON, SOON_CAUSAL = 1 << 24, 1 << 22
+# products (pairs times D) below which torch's own backward is done sooner, and keys of a panel with
+# so few that it always is (docs/log.md)
+SOON, FEW_KEYS = 1 << 18, 32
+ALONE = 1 << 19  # products below which waking other cores costs more than it gives
 _ZERO = ctypes.c_float(0.0)  # the cotangent of each lse, where there is none
 
 
@@ -77,10 +79,14 @@ def refusals(p: Problem) -> list[str]:
 
 def slower(p: Problem) -> list[str]:
     """Where torch's own backward, if it has one, is faster, in the user's terms."""
-    work = p.B * p.Hq * p.M * p.N * p.D
-    if work < (SOON if p.mask == "full()" else SOON_CAUSAL):
-        return [f"at {work:,} products a pass torch's own backward is done sooner"]
+    if _products(p) < SOON or p.N <= FEW_KEYS:
+        return [f"at {_products(p):,} products a pass torch's own backward is done sooner"]
     return []
+
+
+def _products(p: Problem) -> int:
+    """Of two numbers, in one of the five products of matrices."""
+    return p.B * p.Hq * p.M * p.N * p.D
 
 
 def workspace_bytes(p: Problem, plan: Plan) -> int | None:
@@ -99,7 +105,7 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
 
 def plan(p: Problem, target: Target) -> Plan:
     """One item a key head, or shares of one where these are fewer than the threads."""
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if _products(p) >= ALONE else 1
     entries = heads = splits = 1
     bias = None
     if "b" in p.grads and p.bias is not None:
@@ -176,7 +182,7 @@ def backward(
         )
         filled.point("dbias", dbias)
     _point(p, filled, saved, cotangents, own)
-    work = torch.empty(own.words, dtype=torch.float32, device=p.device)
+    work = torch.empty(own.words, dtype=torch.float32)
     call, start = filled.call, work.data_ptr()
     call.delta, call.work, call.work2 = start, start + own.scratch, start + own.sums
     call.dq, call.dk, call.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
@@ -223,7 +229,7 @@ def _laid_out(p: Problem, plan: Plan, bounds: list[Bound], room: tuple[int, int,
     """room: entries in the workspace, rows of each of their heads, and of the longest sequence."""
     entries, rows, longest = room
     tables = [words for bound in bounds for tile in table(bound, plan.tile) for words in tile]
-    spans = torch.tensor(tables, dtype=torch.int64, device="cpu")
+    spans = torch.tensor(tables, dtype=torch.int64)
     workers, each = plan.scratch_words(p, longest)
     width = Room(p.D, p.E, plan.target, plan.products).D if plan.splits > 1 else 0
     share = entries * p.Hq * rows
@@ -280,7 +286,7 @@ def _point(
     own: _Ready,
 ) -> None:
     do, dlse = cotangents
-    do = torch.zeros(p.E, dtype=p.dtype, device=p.device).expand(p.o_shape) if do is None else do
+    do = torch.zeros(p.E, dtype=p.dtype).expand(p.o_shape) if do is None else do
     for name, t in (("o", _whole_rows(saved[0])), ("lse", saved[1]), ("do", _whole_rows(do))):
         filled.point(name, _entries(p, t))
     if dlse is None:

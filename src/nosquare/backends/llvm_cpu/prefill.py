@@ -24,9 +24,9 @@ from .visible import core
 
 RANGES_KEPT = 64
 WIDEST = 2048
-ALONE = 1 << 22  # products of two numbers: with fewer, another core would wake up too late
+ALONE = 1 << 21  # products of two numbers: with fewer, another core would wake up too late
 # products of two numbers from which prefill beats torch's kernel, one thread each (docs/log.md)
-LEAST = {torch.float32: 1 << 24, torch.float16: 1 << 21, torch.bfloat16: 1 << 21}
+LEAST = {torch.float32: 1 << 19, torch.float16: 1 << 17, torch.bfloat16: 1 << 17}
 _RANGES: dict[tuple[Any, ...], Any] = {}
 
 
