@@ -7,6 +7,7 @@ forward mode, their mixtures) is a derivative of torch_any's sum over blocks of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ def _pull(
     tensors: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias and sinks, None where `needs` does not ask for one."""
-    grads = "".join(c for c, need in zip(LETTERS, needs, strict=True) if need)
+    grads = _letters(needs)
     if not grads or (cotangents[0] is None and cotangents[1] is None):
         return (None,) * 5
     if not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()):
@@ -218,6 +219,11 @@ def _pull(
     found = _apply_backward(spec, grads, *saved, *cotangents, *tensors)
     spread = dict(zip(grads, found, strict=True))
     return tuple(spread.get(c) for c in LETTERS)
+
+
+@cache
+def _letters(needs: tuple[bool, ...]) -> str:
+    return "".join(c for c, need in zip(LETTERS, needs, strict=True) if need)
 
 
 def _traced(q: Tensor) -> bool:

@@ -39,6 +39,7 @@ __all__ = [
 ]
 FORWARD_KERNELS: tuple[Any, ...] = (decode, prefill)
 BACKWARD_KERNELS: tuple[Any, ...] = (gradients,)
+_BY_PLAN = {kernel.Plan: kernel for kernel in (*FORWARD_KERNELS, *BACKWARD_KERNELS)}
 _POSITIONS = 1 << 31  # positions are counted in 32 bits
 
 
@@ -86,13 +87,13 @@ def plan(problem: Problem, phase: str) -> Any:
 
 def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:
     """Bytes that the receipt of this phase will name; None where they depend on arrays."""
-    found: int | None = _of(plan, phase).workspace_bytes(problem, plan)
+    found: int | None = _BY_PLAN[type(plan)].workspace_bytes(problem, plan)
     return found
 
 
 def forward(problem: Problem, plan: Any, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
-    o, lse, ran = _of(plan, FORWARD).forward(problem, plan, x)
+    o, lse, ran = _BY_PLAN[type(plan)].forward(problem, plan, x)
     return o, lse, ran
 
 
@@ -104,16 +105,12 @@ def backward(
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, bias, sinks, and what ran."""
-    grads, ran = _of(plan, "backward").backward(problem, plan, x, saved, cotangents)
+    grads, ran = _BY_PLAN[type(plan)].backward(problem, plan, x, saved, cotangents)
     return grads, ran
 
 
 def _kernels(phase: str) -> tuple[Any, ...]:
     return FORWARD_KERNELS if phase == FORWARD else BACKWARD_KERNELS
-
-
-def _of(plan: Any, phase: str) -> Any:
-    return next(kernel for kernel in _kernels(phase) if isinstance(plan, kernel.Plan))
 
 
 def _common(p: Problem) -> list[str]:
