@@ -70,6 +70,21 @@ def test_the_next_process_need_not_compile(made: list[str], folder: Path) -> Non
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_every_folder_it_makes_is_private(
+    tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where new files are the group's by default: others could replace a folder below."""
+    monkeypatch.setenv(disk.SWITCH, str(tmp_path / "a" / "b" / "c"))
+    before = os.umask(0o002)
+    try:
+        assert [answer(answering(7)) for _ in range(2)] == [7, 7]
+    finally:
+        os.umask(before)
+    assert len(made) == 1
+    for path in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
 def test_other_words_have_another_key(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [answer(answering(n)) for n in (1, 2)] == [1, 2]
     assert len(made) == 2

@@ -86,8 +86,10 @@ def _folder() -> Path:
         caches = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(caches) if caches else Path("~/.cache").expanduser()) / "nosquare" / "code"
     folder = Path(os.path.realpath(folder))
-    if not folder.is_dir():
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+    for part in (*reversed(folder.parents), folder):  # each of them private, whatever the umask
+        if not part.is_dir():
+            with suppress(FileExistsError):
+                part.mkdir(mode=0o700)
     for part in (folder, *folder.parents):
         _check(part, os.stat(part), shared=part != folder)
     return folder
