@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from .call import Args
 from .grad_packing import KEYS, STEP, Grid, Packer
 from .grad_weights import Head, Spec, Tile
-from .ir import Function, Module, Value
+from .ir import Function, Module, Value, Variable
 from .products import ROWS, Matrix, Sums, product
 from .target import Target
 
+HALF = KEYS // 2
 COLUMNS = {"avx512": 4, "avx2": 2, "neon": 4}  # vectors of c beside each other in registers
 Where = tuple[Value, Value, Value, Value]  # a, b, c, depth
 
@@ -139,49 +140,109 @@ class InRegisters(Products):
     def scores(self, part: Tile) -> None:
         """s = q k^T"""
         kernel = Product(self.room.q_row, 1, KEYS, STEP, False, self.s.pairs)
-        where = (self.rows["q"].at, self.at["k_turned"], part.s, self.room.q_depth)
-        self._down(kernel, part, KEYS, where)
+        where = (self.rows["q"].at, self.at["k_turned"], part.s)
+        self._panel(kernel, part, where, self.room.q_depth)
 
     def slopes(self, part: Tile) -> None:
         """dp = do v^T"""
         kernel = Product(self.room.do_row, 1, KEYS, STEP, False, self.s.pairs)
-        where = (self.rows["do"].at, self.at["v_turned"], part.dp, self.room.do_depth)
-        self._down(kernel, part, KEYS, where)
+        where = (self.rows["do"].at, self.at["v_turned"], part.dp)
+        self._panel(kernel, part, where, self.room.do_depth)
+
+    def _panel(
+        self, kernel: Product, tile: Tile, where: tuple[Value, Value, Value], words: int
+    ) -> None:
+        """Rows of a tile against all keys, group by group; of a tile that is not whole, the halves
+        that a group sees."""
+        f, (a, b, c), depth = self.f, where, self.f.value(words, "i64")
+        for width in (KEYS, HALF):
+            with (
+                f.when(tile.whole if width == KEYS else ~tile.whole),
+                f.loop(tile.first, tile.last, ROWS) as r,
+            ):
+                some = self._some(r) if width == HALF else f.value(-1, "i64")
+                for x in range(0, KEYS, width):
+                    with f.when((some & ((1 << width) - 1 << x)) != 0):
+                        at = (a + r * kernel.a_row, b + x, c + (r * kernel.c_row + x), depth)
+                        kernel.columns(f, self.target, width, ROWS, at)
+
+    def _some(self, first: Value) -> Value:
+        """The keys that some row of a group sees, a bit each."""
+        found = self.f.load(self.seen + first)
+        for r in range(1, ROWS):
+            found = found | self.f.load(self.seen + (first + r))
+        return found
 
     def gradients(self, tile: Tile) -> None:
         """dv += p^T do       dk += ds^T q        dq += ds k"""
-        f, at, room, pairs = self.f, self.at, self.room, self.s.pairs
+        at, room, pairs = self.at, self.room, self.s.pairs
         q, do = self.rows["q"].at, self.rows["do"].at
         if pairs:
             for name, width in (("q", room.D), ("do", room.E)):
                 to = self.grid(f"{name}_pairs", width)
                 self.pack.pair(self.rows[name].at, to, room.tile, width)
             q, do = at["q_pairs"], at["do_pairs"]
-        per = 2 if pairs else 1
         names = "p_pairs ds_pairs ds_rows k_pairs" if pairs else "s dp dp k_rows"
         p, ds, ds_rows, k = (at[name] for name in names.split())
-        skip, depth = tile.first // per, (tile.last - tile.first) // per
-        body = KEYS // ROWS * ROWS
-        for name, a, b, width in (("dv", p, do, room.E), ("dk", ds, q, room.D)):
-            kernel = Product(1, STEP, width, width, True, pairs)
-            a, b, c = a + skip * STEP, b + skip * width, at[name]
-            with f.loop(0, body, ROWS) as r:
-                where = (a + r, b, c + r * width, depth)
-                kernel.columns(f, self.target, width, ROWS, where)
-            where = (a + body, b, c + body * width, depth)
-            kernel.columns(f, self.target, width, KEYS - body, where)
-        back = Product(STEP // per, 1, room.D, room.D, True, pairs)
-        dq = tile.head.dq + tile.i0 * room.D
-        self._down(back, tile, room.D, (ds_rows, k, dq, KEYS // per))
+        ranges = self._ranges(tile)
+        self._keys(ranges, (p, do, at["dv"]), room.E)
+        self._keys(ranges, (ds, q, at["dk"]), room.D)
+        self._queries(tile, ds_rows, k)
 
-    def _down(
-        self, kernel: Product, tile: Tile, width: int, where: tuple[Value, Value, Value, int]
+    def _ranges(self, tile: Tile) -> list[tuple[Variable, Variable]]:
+        """For each half of the keys, the rows [first, last) outside of which none sees any."""
+        f = self.f
+        ranges = [(f.variable(tile.first), f.variable(tile.last)) for _ in range(KEYS // HALF)]
+        with f.when(~tile.whole):
+            for first, last in ranges:
+                first.value, last.value = tile.last, tile.first
+            with f.loop(tile.first, tile.last, 2) as r:
+                both = f.load(self.seen + r) | f.load(self.seen + (r + 1))
+                for half, (first, last) in enumerate(ranges):
+                    sees = (both & ((1 << HALF) - 1 << half * HALF)) != 0
+                    first.value = f.select(sees, f.min(first.value, r), first.value)
+                    last.value = f.select(sees, r + 2, last.value)
+        return ranges
+
+    def _keys(
+        self,
+        ranges: list[tuple[Variable, Variable]],
+        where: tuple[Value, Value, Value],
+        width: int,
     ) -> None:
-        """A product for the groups of rows of a tile; where: a, b, c and the depth."""
-        a, b, c, depth = where
-        with self.f.loop(tile.first, tile.last, ROWS) as r:
-            places = (a + r * kernel.a_row, b, c + r * kernel.c_row, self.f.value(depth, "i64"))
-            kernel.columns(self.f, self.target, width, ROWS, places)
+        """c += a^T b for dk or dv: 6 keys at a time, over the rows that see their half."""
+        f, per, (a, b, c) = self.f, 2 if self.s.pairs else 1, where
+        kernel = Product(1, STEP, width, width, True, self.s.pairs)
+        (low, low_end), (high, high_end) = ((x.value, y.value) for x, y in ranges)
+        across = f.min(low, high), f.max(low_end, high_end)
+        own = HALF // ROWS * ROWS  # 6 keys lie across the middle
+        most = KEYS // ROWS * ROWS
+        for start, stop, (first, last) in (
+            (0, own, (low, low_end)),
+            (own, own + ROWS, across),
+            (own + ROWS, most, (high, high_end)),
+            (most, KEYS, (high, high_end)),
+        ):
+            skip, rows = first // per, min(stop - start, ROWS)
+            with f.loop(start, stop, rows) as r:
+                at = (a + (skip * STEP + r), b + skip * width, c + r * width, last // per - skip)
+                kernel.columns(f, self.target, width, rows, at)
+
+    def _queries(self, tile: Tile, ds: Value, k: Value) -> None:
+        """dq += ds k: 6 queries at a time, over the keys from the first that they see to the
+        last."""
+        f, per, room = self.f, 2 if self.s.pairs else 1, self.room
+        kernel = Product(STEP // per, 1, room.D, room.D, True, self.s.pairs)
+        dq = tile.head.dq + tile.i0 * room.D
+        with f.loop(tile.first, tile.last, ROWS) as r:
+            first, last = f.variable(0, "i64"), f.variable(KEYS, "i64")
+            with f.when(~tile.whole):
+                some, none = self._some(r), f.value(0, "i1")
+                first.value = f.call("llvm.cttz.i64", "i64", 0, some, none) // per
+                last.value = KEYS - f.call("llvm.ctlz.i64", "i64", 0, some, none)
+            depth = (last.value + (per - 1)) // per - first.value
+            at = (ds + (r * kernel.a_row + first.value), k + first.value * room.D, dq + r * room.D)
+            kernel.columns(f, self.target, room.D, ROWS, (*at, depth))
 
 
 @dataclass(frozen=True)

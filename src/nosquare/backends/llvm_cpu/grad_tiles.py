@@ -22,6 +22,7 @@ from .ir import Operand, Value
 from .tiles import COUNT, Tiles
 
 HIGH, ACROSS = 2, 2  # tiles of c in registers at a time
+TURNED = 2 * SQUARE  # queries whose pairs fill the lines of a tile
 
 
 class Tiled(Products):
@@ -44,13 +45,13 @@ class Tiled(Products):
     def prepare(self, head: Head) -> None:
         """q^T and do^T of a head."""
         f, args, room, odd = self.f, self.args, self.room, self.at["odd"].pointing_at("i64")
-        with f.loop(0, args.M, room.group) as i0:
+        with f.loop(0, args.M, TURNED) as i0:
             for name, width, row in self.sides:
-                with f.loop(0, room.group) as r:
+                with f.loop(0, TURNED) as r:
                     source = args.row(name, head.b, head.h, i0 + r)
                     there, to = i0 + r < args.M, self.at[name] + r * row
                     self.pack.row(source, there, width, to, row)
-                found = self.pack.odd(self.at[name], room.group * 2 * row)
+                found = self.pack.odd(self.at[name], TURNED * 2 * row)
                 f.store(odd, f.load(odd) | found.unsigned("i64"))
             self._turn(f.value(0, "i64"), head.turned + i0 * room.turned)
 
@@ -59,13 +60,13 @@ class Tiled(Products):
         return (stride & 1) == 0 if width == 2 * row else None
 
     def _turn(self, first: Value, to: Value) -> None:
-        """A group of rows in scratch, from row `first` on, turned."""
+        """32 rows in scratch, from row `first` on, turned."""
         f, name = self.f, "turn"
         if all(g.name != name for g in f.module.functions):
             g = f.module.function(name, rows="i16*", width="i64", to="f32*")
             rows, width, out = g.parameters
             with g.loop(0, width, SQUARE) as x:
-                lines = [g.load(rows + (width * n + x), SQUARE) for n in range(2 * SQUARE)]
+                lines = [g.load(rows + (width * n + x), SQUARE) for n in range(TURNED)]
                 square = [two(a, b) for a, b in zip(lines[::2], lines[1::2], strict=True)]
                 for n, line in enumerate(transposed(g, square)):
                     g.store(out + (x + n) * SQUARE, line)
@@ -82,7 +83,7 @@ class Tiled(Products):
         f, room = self.f, self.room
         turned = f.variable(tile.head.turned + tile.i0 * room.turned)
         with f.when(~tile.whole & (f.load(self.at["odd"].pointing_at("i64")) != 0)):
-            with f.loop(tile.first, tile.last, room.group) as r:
+            with f.loop(tile.first, tile.last, TURNED) as r:
                 self._turn(r, self.at["turned"] + r * room.turned)
             turned.value = self.at["turned"]
         self.turned = turned.value
@@ -91,7 +92,7 @@ class Tiled(Products):
 
     @contextmanager
     def parts(self, tile: Tile) -> Iterator[Tile]:
-        """Groups of 32 rows, whose scores replace each other."""
+        """Groups of rows, whose scores replace each other."""
         f = self.f
         with f.loop(tile.first, tile.last, self.room.group) as r:
             back = r * -STEP
