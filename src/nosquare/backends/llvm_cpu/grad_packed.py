@@ -76,23 +76,21 @@ def heads_first(p: Problem, t: Tensor) -> Tensor:
 
 def blocks(filled: Filled, pack: Pack, bounds: list[Bound], own: dict[str, list[int]]) -> Tensor:
     """(B, fields) int64: the block of every sequence. own: fields that each has for itself."""
-    words = torch.frombuffer(filled.call, dtype=torch.int64)
-    found = words.repeat(len(bounds), 1)
-    for names, starts in ((_QUERIES, pack.q), (_KEYS, pack.k), (_ROWS, pack.rows)):
-        first = torch.tensor(starts[:-1])
+    starts = torch.tensor([pack.q[:-1], pack.k[:-1], pack.rows[:-1]])
+    steps = [[0] * len(FIELDS) for _ in starts]
+    for step, names, axis in zip(steps, (_QUERIES, _KEYS, _ROWS), "mnm", strict=True):
         for name in names.split():
-            axis = "n" if names is _KEYS else "m"
-            found[:, _AT[name]] += first * (words[_AT[f"{name}_{axis}"]] * _bytes(filled, name))
+            step[_AT[name]] = getattr(filled.call, f"{name}_{axis}") * _bytes(filled, name)
+    found = torch.frombuffer(filled.call, dtype=torch.int64) + starts.T @ torch.tensor(steps)
     numbers = torch.tensor([_numbers(bound) for bound in bounds], dtype=torch.int64)
     filled.alive.append(numbers)
-    step = numbers.shape[1] * numbers.element_size()
+    size = numbers.shape[1] * numbers.element_size()
     own = own | {
         "M": [m for _, m in _spans(pack.q)],
         "N": [n for _, n in _spans(pack.k)],
-        "numbers": [numbers.data_ptr() + b * step for b in range(len(bounds))],
+        "numbers": [numbers.data_ptr() + b * size for b in range(len(bounds))],
     }
-    for name, values in own.items():
-        found[:, _AT[name]] = torch.tensor(values)
+    found[:, [_AT[name] for name in own]] = torch.tensor(list(own.values())).T
     return found
 
 
