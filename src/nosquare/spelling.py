@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Mask:
     Raises ArgumentError when the text is not a mask.
     """
     try:
-        return _read(ast.parse(text.strip(), mode="eval").body, tensors)
+        return _read(_tree(text), tensors)
     except (SyntaxError, LookupError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ArgumentError):
             raise
@@ -33,6 +34,11 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Mask:
             {"text": repr(text), "kinds": ", ".join(KINDS), "arrays": len(tensors)},
             '"causal(end)&window(before=1023,after=0)"; arrays are t0, t1, ...',
         ) from None
+
+
+@lru_cache(maxsize=256)
+def _tree(text: str) -> ast.expr:
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _read(node: ast.expr, tensors: Sequence[Tensor]) -> Mask:
