@@ -128,3 +128,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dropout": ns.Dropout(0.5, 9),
     },
 }
+
+
+# the beginning of a program: arrays that end where the memory that may be read does
+AT_THE_EDGE = """import ctypes, mmap, sys, torch
+import nosquare as ns
+from nosquare.backends.llvm_cpu import target
+from nosquare.inputs import Inputs, Spec
+from nosquare.problem import Problem
+
+kept, libc = [], ctypes.CDLL(None)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def at_the_edge(t):  # a copy whose last byte is the last one before a page that may not be read
+    size = t.numel() * t.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    kept.append(room)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert libc.mprotect(start + pages, mmap.PAGESIZE, 0) == 0
+    flat = torch.frombuffer(room, dtype=t.dtype, count=t.numel(), offset=pages - size)
+    return flat.view(t.shape).copy_(t)
+"""

@@ -12,6 +12,7 @@ import torch
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, rnd
 from llvm_helpers import (
+    AT_THE_EDGE,
     ISAS,
     OPTIONS,
     SIZES,
@@ -186,26 +187,7 @@ def test_torch_serves_what_it_does_sooner() -> None:
 
 
 GUARDED = """
-import ctypes, mmap, sys, torch
-import nosquare as ns
-from nosquare.backends.llvm_cpu import prefill, target
-from nosquare.inputs import Inputs, Spec
-from nosquare.problem import Problem
-
-kept, libc = [], ctypes.CDLL(None)
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def at_the_edge(t):  # a copy whose last byte is the last one before a page that may not be read
-    size = t.numel() * t.element_size()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    room = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    kept.append(room)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    assert libc.mprotect(start + pages, mmap.PAGESIZE, 0) == 0
-    flat = torch.frombuffer(room, dtype=t.dtype, count=t.numel(), offset=pages - size)
-    return flat.view(t.shape).copy_(t)
-
+from nosquare.backends.llvm_cpu import prefill
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     sizes = (7, 22), (71, 22), (71, 37)
@@ -220,7 +202,6 @@ print("done")
 
 
 def test_reads_stay_inside_the_arrays(isa: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, "-c", AT_THE_EDGE + GUARDED, isa]
+    run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
