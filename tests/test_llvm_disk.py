@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="files have no owner here"),
 ]
 KEY, CODE = disk.key_of("a module"), bytes(range(256)) * 8
+ALIVE: list[Code] = []
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,8 @@ def answering(number: int) -> str:
 
 def answer(text: str) -> int:
     """Compile or load, and run."""
-    found, code = ctypes.c_int64(0), Code(text, host())  # which must live while it runs
+    found, code = ctypes.c_int64(0), Code(text, host())
+    ALIVE.append(code)  # as in compiled.py: to give it back would take locks of llvmlite's own
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address("answer"))(ctypes.addressof(found))
     return found.value
 
