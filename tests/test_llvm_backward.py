@@ -242,10 +242,11 @@ def test_threads_do_not_change_a_bit(machine: target.Target) -> None:
 def test_plans_fill_the_threads(machine: target.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
 
-    def plan(*heads: Any, grads: str = "qkv", **options: Any) -> gradients.Plan:
-        c = case(*heads, m=500, n=1000, **options)
+    def plan(*heads: Any, grads: str = "qkv", m: int = 500, **options: Any) -> gradients.Plan:
+        spec = Spec(batch_invariant=options.pop("invariant", False))
+        c = case(*heads, m=m, n=1000, **options)
         x = Inputs(c.q, c.k, c.v, c.options.get("bias"))
-        return gradients.plan(Problem.of(x, Spec(), grads), machine)
+        return gradients.plan(Problem.of(x, spec, grads), machine)
 
     assert plan().splits == 3  # 4 key heads on 6 threads: 12 items
     assert plan((1,), 1, 1).splits == 6
@@ -254,6 +255,9 @@ def test_plans_fill_the_threads(machine: target.Target, monkeypatch: pytest.Monk
     assert (shared.entries, shared.heads, shared.splits) == (2, 2, 6)
     assert plan(grads="qkvb", bias=rnd(500, 1)).splits == 1  # and that every key adds to
     assert "shares of keys" in str(plan())
+    small, large = (plan((b,), 2, 2, m=9, invariant=True) for b in (1, 50))
+    assert (small.threads, large.threads) == (1, 6)  # a core that need not wake up
+    assert small.splits == large.splits == 3  # whatever else is in the batch
 
 
 def test_gradients_in_bfloat16_are_no_less_accurate_than_torchs(machine: target.Target) -> None:

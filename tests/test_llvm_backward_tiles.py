@@ -106,13 +106,24 @@ def test_rows_of_nan_beside_rows_of_numbers(machine: target.Target) -> None:
 
 
 def test_tiles_are_taken_where_there_are_any(machine: target.Target) -> None:
-    def products(dtype: torch.dtype, machine: target.Target) -> str:
-        c = case(dtype=dtype)
-        return gradients.plan(Problem.of(Inputs(c.q, c.k, c.v), Spec()), machine).products
+    def of(dtype: torch.dtype, machine: target.Target, m: int = 37) -> tuple[str, int]:
+        c = case(m=m, dtype=dtype)
+        plan = gradients.plan(Problem.of(Inputs(c.q, c.k, c.v), Spec()), machine)
+        return plan.products, plan.tile
 
-    assert products(BF16, machine) == TILES
-    assert products(BF16, replace(machine, tiles="")) == PAIRS
-    assert products(torch.float16, machine) == products(torch.float32, machine) == "float32"
+    assert of(BF16, machine) == (TILES, 64)
+    assert of(BF16, machine, 512) == (TILES, 128)
+    assert of(BF16, replace(machine, tiles=""), 512) == (PAIRS, 48)
+    assert of(torch.float16, machine, 512) == of(torch.float32, machine) == ("float32", 48)
+
+
+@pytest.mark.parametrize(
+    ("mask", "m"), [(None, 300), (MASKS[1], 300), (MASKS[6], 100), (MASKS[7], 100)], ids=str
+)
+def test_tall_tiles(machine: target.Target, mask: ns.Mask | None, m: int) -> None:
+    """Tiles of 128 queries, where M is long by itself, here for any."""
+    c = case(m=m, n=110, d=40, dtype=BF16, mask=mask, dropout=ns.Dropout(0.2, 3))
+    check(c, by_kernel(machine, lambda plan: replace(plan, tile=128)))
 
 
 def test_what_a_processor_with_tiles_is_told(machine: target.Target) -> None:
@@ -121,7 +132,7 @@ def test_what_a_processor_with_tiles_is_told(machine: target.Target) -> None:
     form = call.fill(Problem.of(x, Spec()), x).form
     features = f"{machine.features},+amx-tile,+amx-bf16"
     real = replace(machine, cpu="sapphirerapids", features=features, tiles="amx")
-    code = Code(str(grad_kernel.write(Written(form, TILES), real)), real)
+    code = Code(str(grad_kernel.write(Written(form, TILES, 128), real)), real)
     parts = {part.split()[0]: part for part in code.assembly().split(".globl")[1:]}
     for name in ("tiles_fresh", "tiles_more"):
         assert parts[name].count("tdpbf16ps") == 4  # 2 x 2 tiles of c in registers

@@ -2,7 +2,7 @@
 panels of keys; or several heads or entries, where they add to one gradient of a bias.
 
     for every panel of 64 keys:
-        for every tile of queries (48, or 64) that sees some of them, of every head of the group:
+        for every tile of queries that sees some of them, of every head of the group:
             s = q k^T            dp = do v^T
             p = exp(score - lse)          ds = p * (dp - delta)      row by row
             dv += p^T do         dk += ds^T q         dq += ds k
@@ -67,7 +67,7 @@ class _Kernel:
         self.f, self.s, self.form, self.target = f, s, s.form, target
         block, self.number, worker = f.parameters
         self.args = Args(f, block, s.form)
-        self.w, self.room = target.lanes, Room(s.form.D, s.form.E, target, s.products)
+        self.w, self.room = target.lanes, Room(s.form.D, s.form.E, target, s.products, s.tile)
         base = self.args.work + worker * self.own("scratch")
         self.pack = Packer(f, base, self.room, self.w, s.pairs)
         self.at = self.pack.at

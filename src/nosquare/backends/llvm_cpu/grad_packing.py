@@ -13,6 +13,7 @@ from .target import Target
 WIDE, PAIRS, TILES = "float32", "pairs of bfloat16", "tiles of bfloat16"
 GROUP = {WIDE: 6, PAIRS: 6, TILES: 32}  # rows that are multiplied together
 TILE = {WIDE: 48, PAIRS: 48, TILES: 64}  # queries of a tile
+LONG, LONG_TILE = 512, 128  # queries of a head from which on AMX takes tiles of more (docs/log.md)
 KEYS = 64  # of a panel
 STEP = 80  # words between rows of a score tile: 64 keys, and not a power of two
 SQUARE = 16  # words of a row, and rows, of what AMX multiplies
@@ -60,8 +61,8 @@ class Room:
     turned             words for each query, in tiles: q and do once more, turned
     """
 
-    def __init__(self, d: int, e: int, target: Target, products: str) -> None:
-        self.tile, self.group = TILE[products], GROUP[products]
+    def __init__(self, d: int, e: int, target: Target, products: str, tile: int) -> None:
+        self.tile, self.group = tile, GROUP[products]
         pairs, tiled = products != WIDE, products == TILES
         per, whole = 2 if pairs else 1, 2 * SQUARE if tiled else target.lanes
         self.D, self.E = padded(d, whole), padded(e, whole)

@@ -11,7 +11,7 @@ from . import scores
 from .bits import lanes_of, to_bf16
 from .call import Args, Form
 from .elementary import exp2_gradual
-from .grad_packing import KEYS, STEP, WIDE, two
+from .grad_packing import KEYS, STEP, TILE, WIDE, two
 from .ir import Function, Value, Variable
 from .visible import Place
 
@@ -24,6 +24,7 @@ class Spec:
     """What the code depends on.
 
     products  how matrices are multiplied: see grad_packing.py
+    tile      queries of a tile
     dbias  whether the gradient of the bias is wanted
     exact  whether the weights of each row are divided by their sum, because an lse is so large that
            its rounding is felt in them
@@ -31,6 +32,7 @@ class Spec:
 
     form: Form
     products: str = WIDE
+    tile: int = TILE[WIDE]
     dbias: bool = False
     exact: bool = False
 

@@ -22,7 +22,7 @@ from .call import Filled, fill, prepared, steps
 from .compiled import Code, compiled
 from .grad_kernel import OWN, TABLE, write
 from .grad_packed import Pack, blocks, heads_first, overlaid
-from .grad_packing import KEYS, PAIRS, TILE, TILES, WIDE, Room, padded
+from .grad_packing import KEYS, LONG, LONG_TILE, PAIRS, TILE, TILES, WIDE, Room, padded
 from .grad_weights import FACTS, Spec
 from .large_lse import large
 from .target import Target
@@ -39,7 +39,7 @@ _ZERO = ctypes.c_float(0.0)  # the cotangent of each lse, where there is none
 class Plan:
     """Items of backward: `entries` batch entries by `heads` key heads each, and each of those in
     `splits` shares of the panels of keys; on at most `threads` threads. products: how matrices are
-    multiplied (grad_packing.py)."""
+    multiplied (grad_packing.py). tile: queries of a tile."""
 
     entries: int
     heads: int
@@ -47,11 +47,11 @@ class Plan:
     threads: int
     target: Target
     products: str = WIDE
+    tile: int = TILE[WIDE]
 
-    @property
-    def tile(self) -> int:
-        """Queries of a tile."""
-        return TILE[self.products]
+    def room(self, p: Problem) -> Room:
+        """The scratch memory of a worker."""
+        return Room(p.D, p.E, self.target, self.products, self.tile)
 
     def items(self, p: Problem) -> int:
         """How many there are."""
@@ -59,7 +59,7 @@ class Plan:
 
     def scratch_words(self, p: Problem, rows: int) -> tuple[int, int]:
         """Workers, and the words of scratch memory of each, for heads of so many rows."""
-        room = Room(p.D, p.E, self.target, self.products)
+        room = self.room(p)
         row = room.turned + (room.D if self.splits == 1 else 0)
         return min(self.threads, self.items(p)), room.words + p.G * rows * row
 
@@ -98,14 +98,16 @@ def workspace_bytes(p: Problem, plan: Plan) -> int | None:
     workers, words = plan.scratch_words(p, rows)
     shared = FACTS * plan.splits
     if plan.splits > 1:
-        shared += plan.splits * Room(p.D, p.E, plan.target, plan.products).D
+        shared += plan.splits * plan.room(p).D
     words = workers * words + p.B * p.Hq * rows * shared
     return 4 * words + 8 * TABLE * (rows // plan.tile)
 
 
 def plan(p: Problem, target: Target) -> Plan:
     """One item a key head, or shares of one where these are fewer than the threads."""
-    threads = torch.get_num_threads() if _products(p) >= ALONE else 1
+    there = torch.get_num_threads()
+    threads = there if _products(p) >= ALONE else 1
+    sharers = there if p.batch_invariant else threads  # not by what else is in the batch
     entries = heads = splits = 1
     bias = None
     if "b" in p.grads and p.bias is not None:
@@ -117,12 +119,14 @@ def plan(p: Problem, target: Target) -> Plan:
     units = p.Hk // heads * (1 if p.batch_invariant else p.B // entries)
     if bias is None or bias[2] > 1:
         panels = -(-p.N // KEYS)
-        splits = 1 if units >= 4 * threads else threads // math.gcd(units, threads)
+        splits = 1 if units >= 4 * sharers else sharers // math.gcd(units, sharers)
         if not p.packed:  # a sequence is shared out alike whatever it is packed with
             splits = min(splits, panels)
     in_pairs = p.dtype == torch.bfloat16 and target.pairs
     products = (TILES if target.tiles else PAIRS) if in_pairs else WIDE
-    return Plan(entries, heads, splits, threads, target, products)
+    tall = products == TILES and p.M >= LONG and not p.packed
+    tile = LONG_TILE if tall else TILE[products]
+    return Plan(entries, heads, splits, threads, target, products, tile)
 
 
 def table(bound: Bound, tile: int) -> list[tuple[int, int, int, int]]:
@@ -209,7 +213,7 @@ def backward(
 def _code(plan: Plan, filled: Filled, own: _Ready, dbias: bool, exact: bool) -> Code:
     found = own.code.get(exact)
     if found is None:
-        spec, target = Spec(filled.form, plan.products, dbias, exact), plan.target
+        spec, target = Spec(filled.form, plan.products, plan.tile, dbias, exact), plan.target
         found = compiled(("backward", spec), target, lambda: write(spec, target))
         own.code[exact] = found
     return found
@@ -231,7 +235,7 @@ def _laid_out(p: Problem, plan: Plan, bounds: list[Bound], room: tuple[int, int,
     tables = [words for bound in bounds for tile in table(bound, plan.tile) for words in tile]
     spans = torch.tensor(tables, dtype=torch.int64)
     workers, each = plan.scratch_words(p, longest)
-    width = Room(p.D, p.E, plan.target, plan.products).D if plan.splits > 1 else 0
+    width = plan.room(p).D if plan.splits > 1 else 0
     share = entries * p.Hq * rows
     scratch = plan.splits * share * FACTS
     sums = scratch + workers * each
@@ -269,7 +273,7 @@ def _laid_out(p: Problem, plan: Plan, bounds: list[Bound], room: tuple[int, int,
 def _of_sequences(p: Problem, plan: Plan, whole: Filled, pack: Pack, bounds: list[Bound]) -> Tensor:
     """The blocks of all sequences."""
     tables = whole.call.x2
-    sums = 4 * Room(p.D, p.E, plan.target, plan.products).D
+    sums = 4 * plan.room(p).D
     own = {
         f"x{OWN.index('rows')}": [b - a for a, b in pairwise(pack.rows)],
         f"x{OWN.index('table')}": [tables + 8 * TABLE * (r // plan.tile) for r in pack.rows[:-1]],
