@@ -112,7 +112,7 @@ def test_code_for_amx(width: int) -> None:
     assert text.count("tdpbf16ps") == 2 * 2 * steps + 2 * (2 * -(-width // 16))
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
     values = text[text.index("\nvalues") :]
-    # tiles stay in their registers; LLVM 20 has a pointer (8 bytes) or two too many outside its loop
+    # tiles stay in their registers; LLVM 20 spills a pointer (8 bytes) or two outside its loop
     assert not re.search(r"\d\d-byte (Folded )?Spill|zmm", values[: values.index(".Lfunc_end")])
 
 
