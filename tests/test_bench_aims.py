@@ -223,7 +223,7 @@ def test_the_command_prints_and_keeps(small: Path, monkeypatch: pytest.MonkeyPat
 def test_the_tables_fit_where_there_is_no_terminal(small: Path) -> None:
     _, text = run("--no-record", "--threads", "1,2")
     assert max(map(len, text.splitlines())) <= cpu.WIDTH
-    assert "…" not in text
+    assert "\u2026" not in text
 
 
 @pytest.mark.parametrize(
