@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -302,3 +303,24 @@ def test_second_derivatives_take_linear_memory() -> None:
     small, large = memory.peaks(SECOND, 2048, 4096)
     assert large < 24 * (1 << 22) * 4  # the elements of a block, in float32, two dozen times
     assert large < 2.3 * small
+
+
+def test_hooks_on_saved_tensors_may_let_go_of_them() -> None:
+    """Offloading: nothing but the hook keeps q, k, v and bias between forward and backward."""
+    given = [rnd(1, 2, 9, 8, seed=n).requires_grad_() for n in range(3)]
+    bias = rnd(2, 9, 9, seed=3).requires_grad_()
+    want = torch.autograd.grad(ns.attention(*given, bias=bias).sum(), [*given, bias])
+    moved: list[Tensor] = []
+
+    def pack(t: Tensor) -> int:
+        moved.append(t.detach().clone())
+        return len(moved) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, moved.__getitem__):
+        inputs = [t.view_as(t) for t in (*given, bias)]
+        alive = [weakref.ref(t) for t in inputs]
+        o = ns.attention(*inputs[:3], bias=inputs[3])
+        del inputs
+    assert [ref() for ref in alive] == [None] * 4
+    for got, expected in zip(torch.autograd.grad(o.sum(), [*given, bias]), want, strict=True):
+        assert torch.equal(got, expected)

@@ -99,15 +99,16 @@ class EagerAttention(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, grads: str, x: Inputs, state: bool, *tensors: Any) -> Any:
         o, lse = run_forward(spec, x, grads)
         ctx.set_materialize_grads(False)
-        ctx.call = spec, x
+        # without q, k, v and bias: hooks on saved tensors would not let go of those
+        ctx.call = spec, (*x[5:9], *x.arrays)
         ctx.save_for_backward(*tensors, o, lse)
         return (o, lse) if state else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
-        spec, x = ctx.call
-        every = (*tensors, *x[5:9], *x.arrays)
+        spec, rest = ctx.call
+        every = (*tensors, *rest)
         found = _pull(spec, ctx.needs_input_grad[4:9], (o, lse), (do, dlse), every)
         return (*(None,) * 4, *found)
 
