@@ -135,6 +135,12 @@ def test_amx_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_says_so() -> None:
     c = case(d=64, dtype=SHORT)
     p, _ = problem_of(c.q, c.k, c.v)
-    tiled, pairs = target_of("tiles"), replace(target_of("tiles"), tiles="")
-    assert str(prefill.plan(p, tiled)) == "prefill, avx512, tiles 32 x 128, bfloat16 by AMX"
-    assert str(prefill.plan(p, pairs)) == "prefill, avx512, tiles 48 x 256, pairs of bfloat16"
+    amx = sapphire_rapids()
+    refused = replace(amx, tiles="")
+    without = replace(refused, features=refused.features.replace("+amx-bf16,", ""))
+    for target, words in (
+        (amx, "tiles 32 x 128, bfloat16 by AMX"),
+        (without, "tiles 48 x 256, pairs of bfloat16"),
+        (refused, "tiles 48 x 256"),
+    ):
+        assert str(prefill.plan(p, target)) == f"prefill, avx512, {words}"

@@ -32,8 +32,10 @@ class Target:
 
     @property
     def pairs(self) -> bool:
-        """Whether one instruction multiplies pairs of bfloat16 (AVX512-BF16)."""
-        return self.isa == "avx512" and "+avx512bf16" in self.features
+        """Whether bfloat16 is multiplied in pairs, by AVX512-BF16 or AMX. Not where AMX is there
+        but not allowed: such cores do pairs at less than the rate of float32 (docs/log.md)."""
+        able = self.isa == "avx512" and "+avx512bf16" in self.features
+        return able and (self.tiles != "" or "+amx-bf16" not in self.features)
 
 
 # lanes and vectors of each, the features it needs, and what LLVM must be told beyond the host's
