@@ -25,7 +25,7 @@ from .scores import LN2, LOG2E, factor, is_natural, score
 from .target import Target
 from .visible import Place, visible
 
-BLOCK, CHUNK = 64, 512
+BLOCK, CHUNK = 32, 512
 INF = float("inf")
 
 
@@ -189,8 +189,13 @@ class _Kernel:
         inner = self.key.form.D // z.lanes * z.lanes
         with f.loop(0, count, wide) as at:
             keys = [self.k + (j0 + f.min(at + n, count - 1)) * self.args.k_n for n in range(wide)]
-            for n in range(wide):  # the values are fetched while the scores are computed
-                f.prefetch(self.v + (j0 + at + n) * self.args.v_n, self.key.form.E)
+            # the values are fetched while the scores are computed, a line at a time: many at once
+            # would fill the core's list of what it waits for
+            values = [self.v + (j0 + at + n) * self.args.v_n for n in range(wide)]
+            spread = inner if z.rows == z.tall else 0
+            if spread < self.key.form.E:
+                for row in values:
+                    f.prefetch(row + spread, self.key.form.E - spread)
             with f.loop(0, z.rows, z.tall) as r:
                 rows = [self.q + (r + n) * z.d for n in range(z.tall)]
                 sums = [f.variable(f.splat(0.0, z.lanes)) for _ in range(z.lanes)]
@@ -203,6 +208,8 @@ class _Kernel:
                         total.value = f.fma(x, y, total.value)
 
                 with f.loop(0, inner, z.lanes) as d:
+                    for row in values if spread else ():
+                        f.prefetch(row + d)
                     add(d, None)
                 if inner < z.d:
                     add(inner, tail[inner])

@@ -301,14 +301,14 @@ class Function:
             x = self._masked("load", kind, where, f"ptr {p.name}", "ptr")
         return self._widened(x)
 
-    def prefetch(self, p: Value, count: int = 1, near: bool = False) -> None:
-        """Ask for `count` elements in a row to be brought into the second cache, which has room for
-        many, or `near`, into the first; they need not exist."""
+    def prefetch(self, p: Value, count: int = 1) -> None:
+        """Ask for `count` elements in a row to be brought into the first cache; they need not
+        exist."""
         name = "llvm.prefetch.p0"
         self.module.declarations[name] = f"declare void @{name}(ptr, i32, i32, i32)"
-        line, cache = LINE_BYTES // element_bytes(p.kind[:-1]), 3 if near else 2
+        line = LINE_BYTES // element_bytes(p.kind[:-1])
         for at in range(0, count, line):
-            self.emit(f"call void @{name}(ptr {(p + at).name}, i32 0, i32 {cache}, i32 1)")
+            self.emit(f"call void @{name}(ptr {(p + at).name}, i32 0, i32 3, i32 1)")
 
     def constant(self, p: Value, kind: str) -> Value:
         """A scalar or a pointer, loaded from where nothing writes while the kernel runs."""

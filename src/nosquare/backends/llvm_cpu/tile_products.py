@@ -86,7 +86,7 @@ class Columns:
         p = c // (PANEL // WORDS)
         with f.when(f.load(x.live + p) != 0):
             at = panel + c * (WORDS * sizes.depth)
-            f.prefetch(at + WORDS * sizes.depth, WORDS * sizes.depth, near=True)
+            f.prefetch(at + WORDS * sizes.depth, WORDS * sizes.depth)
             for row in range(HIGH):
                 tiles.zero(row)
             for word in range(0, sizes.depth, WORDS):
