@@ -160,7 +160,10 @@ def test_the_doctor_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     doctor()
-    assert f"\n  llvm_cpu: {reason}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\n  llvm_cpu: {reason}\n" in said
+    assert said.count(f"  none of them by llvm_cpu: {reason}\n") == 1  # not under every problem
+    assert "not llvm_cpu" not in said
 
 
 FORBIDDEN = """

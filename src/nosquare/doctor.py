@@ -9,6 +9,7 @@ import torch
 from .api import explain
 from .backends import discover
 from .device import describe
+from .explain import Explanation
 from .mask import Causal, Lengths, Window
 
 GIB = 2**30
@@ -42,17 +43,14 @@ def _problems(device: str) -> None:
     whether there is enough to do for a kernel of ours."""
     half = torch.bfloat16 if device != "mps" else torch.float16
     n, cached = 256, 4096
+    lines: list[tuple[str, str, Explanation]] = []
 
     def who(title: str, m: int = n, dtype: torch.dtype = torch.float32, **options: object) -> None:
         q = torch.zeros(1, 8, m, 64, dtype=dtype, device=device)
         k = torch.zeros(1, 2, cached if m == 1 else n, 64, dtype=dtype, device=device)
         q.requires_grad_("training" in title)
         answer = explain(q, k, k, **options)  # type: ignore[arg-type]
-        for phase, name in answer.chosen.items():
-            print(f"  {title:<38} {phase:<9} {name or 'nobody'}")
-            for (where, backend), why in answer.reasons.items():
-                if where == phase and why:
-                    print(f"  {'':<48} not {backend}: {'; '.join(why)}")
+        lines.extend((title, phase, answer) for phase in answer.chosen)
 
     who("training, causal, float32", mask=Causal())
     who(f"training, causal, {str(half).removeprefix('torch.')}", dtype=half, mask=Causal())
@@ -60,3 +58,15 @@ def _problems(device: str) -> None:
     who("prefill in chunks, causal", m=n // 2, mask=Causal())
     who("sliding window", mask=Causal() & Window(before=63, after=0))
     who("padded batch", mask=Lengths(torch.tensor([n // 2], device=device)))
+    said = [
+        {name: why for (where, name), why in answer.reasons.items() if where == phase and why}
+        for _, phase, answer in lines
+    ]
+    never = {name: why for name, why in said[0].items() if all(s.get(name) == why for s in said)}
+    for (title, phase, answer), reasons in zip(lines, said, strict=True):
+        print(f"  {title:<38} {phase:<9} {answer.chosen[phase] or 'nobody'}")
+        for name, why in reasons.items():
+            if name not in never:
+                print(f"  {'':<48} not {name}: {'; '.join(why)}")
+    for name, why in never.items():
+        print(f"  none of them by {name}: {'; '.join(why)}")
