@@ -31,8 +31,11 @@ from torch import Tensor
 
 import nosquare as ns
 from nosquare import oracle
+from nosquare.backends import FORWARD, discover
 from nosquare.dropout import keep_scalar, realised_rate
+from nosquare.inputs import Inputs, Spec
 from nosquare.mask import Both, Either, Mask
+from nosquare.problem import Problem
 
 INF = float("inf")
 NAN = float("nan")
@@ -60,6 +63,13 @@ def force_tiles(patch: pytest.MonkeyPatch, m: int | None = 16, n: int = 16) -> N
 def forget(patch: pytest.MonkeyPatch) -> None:
     """Forget which backend served which problem, now and when the test ends."""
     patch.setattr(importlib.import_module("nosquare.ops"), "_DECISIONS", {})
+
+
+def on_cpu() -> list[str]:
+    """The backends that run a plain problem on a CPU."""
+    c = case()
+    p = Problem.of(Inputs(c.q, c.k, c.v), Spec())
+    return [name for name, backend in discover().items() if not backend.refusals(p, FORWARD)]
 
 
 def load_forward_mode() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import helpers
 import nosquare as ns
-from helpers import DTYPES, Case, case, check, name_of, rnd
+from helpers import DTYPES, Case, case, check, name_of, on_cpu, rnd
 from nosquare.backends import discover
 
 WIDE = [torch.float64, torch.float32]
@@ -156,7 +156,7 @@ def test_expanded_cotangents(make: Callable[[Tensor], Tensor], mask: ns.Mask | N
 def test_o_keeps_the_order_of_q() -> None:
     """Heads inside tokens in q: o comes the same way, so that the next projection needs no copy."""
     q, k, v = (transposed(t) for t in (case(n=37).q, case(n=37).k, case(n=37).v))
-    for backend in discover():
+    for backend in on_cpu():
         o = ns.attention(q, k, v, backend=backend)
         assert o.transpose(1, 2).is_contiguous()
         assert ns.attention(q.contiguous(), k, v, backend=backend).is_contiguous()
@@ -197,7 +197,7 @@ def test_batch_invariance(m: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("precision", ["medium", "high"])
-@pytest.mark.parametrize("backend", discover())
+@pytest.mark.parametrize("backend", on_cpu())
 def test_float32_is_float32(backend: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process allows for its matrix products changes no bit, and is left as it was."""
     c = case((1,), 4, 2, 96, 96, 64)
@@ -305,7 +305,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 # ---- side effects -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [None, *discover()])
+@pytest.mark.parametrize("backend", [None, *on_cpu()])
 def test_inputs_are_never_modified(backend: str | None) -> None:
     options: dict[str, Any] = {"mask": ns.Causal("start")}
     if backend != "torch_fused":

@@ -44,6 +44,9 @@ class Mask:
     keep: ClassVar[Callable[..., Any]]
     span: ClassVar[Callable[..., Any]]
     core: ClassVar[Callable[..., Any]]
+    # whether every key of span(i_lo, i_hi) is visible to one of these rows (where it is not empty):
+    # a kernel that reads the span alone then reads nothing that nobody sees
+    tight: ClassVar[bool] = False
 
     def numbers(self, m: int, n: int) -> Numbers:
         """The integers of this kind for M queries and N keys: the argument `a` of its functions."""
@@ -107,6 +110,7 @@ def _spell_once(mask: Mask) -> str:
 class Full(Mask):
     """Every key is visible to every query."""
 
+    tight = True
     keep = staticmethod(lambda i, j, r, c, a: j >= 0)
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, n))
     core = staticmethod(lambda i_lo, i_hi, n, a: (0, n))
@@ -137,6 +141,7 @@ class Causal(Mask):
         """(shift,): how far query 0 stands from key 0."""
         return (n - m if self.align == "end" else 0,)
 
+    tight = True
     keep = staticmethod(lambda i, j, r, c, a: j <= i + a[0])
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, i_hi + a[0])))
     core = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, i_lo + a[0] + 1)))
@@ -175,6 +180,7 @@ class Window(Mask):
         after = reach if self.after is None else min(self.after, reach)
         return (shift - before, shift + after)
 
+    tight = True
     keep = staticmethod(lambda i, j, r, c, a: (j >= i + a[0]) & (j <= i + a[1]))
     span = staticmethod(lambda i_lo, i_hi, n, a: (max(0, i_lo + a[0]), min(n, i_hi + a[1])))
     core = staticmethod(lambda i_lo, i_hi, n, a: (max(0, i_hi - 1 + a[0]), min(n, i_lo + a[1] + 1)))
@@ -202,6 +208,7 @@ class Prefix(Mask):
         """(n,): the length of the prefix."""
         return (min(self.n, n),)
 
+    tight = True
     keep = staticmethod(lambda i, j, r, c, a: j < a[0])
     span = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, a[0])))
     core = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, a[0])))
