@@ -151,10 +151,10 @@ def test_new_lengths_compile_nothing() -> None:
         return attention(q=q, k=k, v=k, mask=ns.Window(before, 0)).o
 
     run(400, 500, 3)
-    known = compiled._loaded.cache_info().misses
+    known = compiled.launcher.cache_info().misses
     for m, n, before in ((512, 512, 16), (1000, 4001, 1), (777, 33, 100_000)):
         run(m, n, before)
-    assert compiled._loaded.cache_info().misses == known
+    assert compiled.launcher.cache_info().misses == known
 
 
 def test_a_warm_call_costs_the_host_little() -> None:

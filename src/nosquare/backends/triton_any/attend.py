@@ -194,17 +194,12 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
         check_on_host(p, x)
     call = call_of(p, x)
     if plan.splits == 1:
-        ready = _ready(p, plan, call.form.seed_ptr) if _bare(p, x) else None
-        _attend(p, plan, x, call, (_rows(p, o), lse_of(p, lse)), ready)
+        _attend(p, plan, x, call, (_rows(p, o), lse_of(p, lse)))
         return o, lse, Ran(("attend",))
     shape = (plan.splits, p.B, p.Hq, p.M)
     o_parts = torch.empty((*shape, p.E), dtype=torch.float32, device=p.device)
     lse_parts = torch.empty(shape, dtype=torch.float32, device=p.device)
-    parts = (
-        (o_parts, *o_parts.stride()[1:4], o_parts.stride(0)),
-        (lse_parts, *lse_parts.stride()[1:], lse_parts.stride(0)),
-    )
-    _attend(p, plan, x, call, parts, _ready(p, plan, call.form.seed_ptr) if _bare(p, x) else None)
+    _attend(p, plan, x, call, _parts(o_parts, lse_parts))
     _merge(p, plan, call, (o_parts, lse_parts), (o, lse))
     work = 4 * (o_parts.numel() + lse_parts.numel())
     return o, lse, Ran(("attend", "merge"), work)
@@ -225,6 +220,11 @@ def _bare(p: Problem, x: Inputs) -> bool:
     return not (x.arrays or p.packed) and x.bias is x.sinks is x.alibi is None
 
 
+def _parts(o: Tensor, lse: Tensor) -> Any:
+    """Of a split: o (splits, B, Hq, M, E), lse alike."""
+    return (o, *o.stride()[1:4], o.stride(0)), (lse, *lse.stride()[1:], lse.stride(0))
+
+
 def _rows(p: Problem, o: Tensor) -> tuple[Any, ...]:
     return (*rows_of(p, o)[:4], 0)
 
@@ -234,14 +234,18 @@ def _arguments(p: Problem, plan: Plan, x: Inputs, call: Call, outputs: Any) -> A
     return (*(rows_of(p, t) for t in (x.q, x.k, x.v)), *outputs, axes, *call.shared)
 
 
-def _attend(
-    p: Problem, plan: Plan, x: Inputs, call: Call, outputs: Any, ready: Ready | None
-) -> None:
+def _attend(p: Problem, plan: Plan, x: Inputs, call: Call, outputs: Any) -> None:
+    if _bare(p, x):
+        ready = _ready(p, plan, call.form.seed_ptr)
+        arrays = (x.q, x.k, x.v, outputs[0][0], outputs[1][0])
+        places = ((t, *steps) for t, steps in zip(arrays, ready.steps, strict=True))
+        rest = call.shared if x.seed is not None else ready.rest
+        compiled.launch(ready.loaded, p.device, ready.grid, (*places, ready.axes, *rest))
+        return
     arguments = _arguments(p, plan, x, call, outputs)
-    if ready is None:
-        key = key_of(plan, call.form, arguments, None)
-        ready = Ready(key, compiled.launcher(attend, key, card_of(p.device), p.device))
-    compiled.launch(ready.run, ready.key, p.device, grid_of(p, plan), arguments)
+    key = key_of(plan, call.form, arguments, None)
+    loaded = compiled.launcher(attend, key, card_of(p.device), p.device)
+    compiled.launch(loaded, p.device, grid_of(p, plan), arguments)
 
 
 def _merge(
@@ -249,8 +253,8 @@ def _merge(
 ) -> None:
     arguments = merge_arguments(p, call, parts, out)
     key = merge_key(call, plan.splits, arguments)
-    run = compiled.launcher(merge, key, card_of(p.device), p.device)
-    compiled.launch(run, key, p.device, p.B * p.Hq * p.M, arguments)
+    loaded = compiled.launcher(merge, key, card_of(p.device), p.device)
+    compiled.launch(loaded, p.device, p.B * p.Hq * p.M, arguments)
 
 
 def merge_arguments(
@@ -272,10 +276,16 @@ def merge_key(call: Call, splits: int, arguments: Arguments) -> Key:
 
 
 class Ready(NamedTuple):
-    """A kernel for all calls of a problem and a plan."""
+    """A kernel for all calls of a problem and a plan, and its arguments but for the arrays.
 
-    key: Key
-    run: Any
+    steps  the strides of q, k, v, o, lse       rest  what follows the grid's axes
+    """
+
+    loaded: compiled.Loaded
+    grid: int
+    steps: tuple[tuple[int, ...], ...]
+    axes: tuple[Any, ...]
+    rest: tuple[tuple[Any, ...], ...]
 
 
 def key_of(plan: Plan, form: Form, arguments: Arguments, aligned: bool | None) -> Key:
@@ -288,14 +298,20 @@ def key_of(plan: Plan, form: Form, arguments: Arguments, aligned: bool | None) -
 
 def offline(p: Problem, plan: Plan, x: Inputs | None = None) -> Key:
     """What the main kernel depends on, from the problem (and stand-ins for arrays) alone."""
+    return _template(p, plan, x)[0]
+
+
+def _template(p: Problem, plan: Plan, x: Inputs | None) -> tuple[Key, Arguments]:
     x = stand_ins(p, x)
-    meta = replace(p, device=torch.device("meta"))
-    o, lse = meta.empty_o(), torch.empty(p.lse_shape, device="meta")
     call = call_of(p, x)
-    parts = (_rows(p, o), lse_of(p, lse))
     if plan.splits > 1:
-        parts = ((o.float(), 1, 1, 1, 1), (lse, 1, 1, 1, 1))
-    return key_of(plan, call.form, _arguments(p, plan, x, call, parts), p.aligned)
+        rows = torch.empty((plan.splits, p.B, p.Hq, p.M, p.E), device="meta")
+        outputs = _parts(rows, rows[..., 0].contiguous())
+    else:
+        o = replace(p, device=torch.device("meta")).empty_o()
+        outputs = (_rows(p, o), lse_of(p, torch.empty(p.lse_shape, device="meta")))
+    arguments = _arguments(p, plan, x, call, outputs)
+    return key_of(plan, call.form, arguments, p.aligned), arguments
 
 
 @lru_cache(maxsize=4096)
@@ -304,5 +320,7 @@ def _ready(p: Problem, plan: Plan, seed_ptr: bool) -> Ready:
     if p.p > 0:
         seed = torch.empty((), dtype=torch.int64, device="meta" if seed_ptr else "cpu")
     nothing = torch.empty(0, device="meta")
-    key = offline(p, plan, Inputs(nothing, nothing, nothing, seed=seed))
-    return Ready(key, compiled.launcher(attend, key, card_of(p.device), p.device))
+    key, arguments = _template(p, plan, Inputs(nothing, nothing, nothing, seed=seed))
+    steps = tuple(values[1:] for values in arguments[:5])
+    loaded = compiled.launcher(attend, key, card_of(p.device), p.device)
+    return Ready(loaded, grid_of(p, plan), steps, arguments[5], arguments[6:])

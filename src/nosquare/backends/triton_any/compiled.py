@@ -8,7 +8,6 @@ arrays of a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -102,10 +101,17 @@ def compile_for(kernel: Any, key: Key, card: Card) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-@lru_cache(maxsize=4096)
-def _loaded(kernel: Any, key: Key, card: Card, device: torch.device) -> Any:
-    # one for each device: a loaded kernel belongs to it
-    return compile_for(kernel, key, card)
+class Loaded(NamedTuple):
+    """A kernel for one key and one device.
+
+    compiled   Triton's; the kernel itself in the interpreter
+    pointers   parameters whose tuples hold arrays
+    constants  the arguments after the tuples
+    """
+
+    compiled: Any
+    pointers: tuple[int, ...]
+    constants: tuple[Any, ...]
 
 
 def interpreted(kernel: Any) -> bool:
@@ -113,40 +119,35 @@ def interpreted(kernel: Any) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
-def launcher(kernel: Any, key: Key, card: Card, device: torch.device) -> Any:
-    """What `launch` takes: the kernel for this key, compiled when it is first asked for."""
-    return kernel if interpreted(kernel) else _loaded(kernel, key, card, device)
+@lru_cache(maxsize=4096)
+def launcher(kernel: Any, key: Key, card: Card, device: torch.device) -> Loaded:
+    """What `launch` takes: the kernel for this key, compiled when it is first asked for. One for
+    each device, since a loaded kernel belongs to it."""
+    return Loaded(
+        kernel if interpreted(kernel) else compile_for(kernel, key, card),
+        tuple(n for n, types in enumerate(key.signature) if any(t[0] == "*" for t in types)),
+        (key.form, *(value for _, value in key.settings.tiles)),
+    )
 
 
-def launch(ready: Any, key: Key, device: torch.device, grid: int, arguments: Arguments) -> None:
+def launch(ready: Loaded, device: torch.device, grid: int, arguments: Arguments) -> None:
     """Run a kernel over a grid of one axis, on the current stream of the device."""
-    constants = [key.form, *(value for _, value in key.settings.tiles)]
-    if interpreted(ready):
+    compiled, pointers, constants = ready
+    if interpreted(compiled):
         plain = [tuple(_plain(value) for value in values) for values in arguments]
-        ready[(grid,)](*plain, *constants)
+        compiled[(grid,)](*plain, *constants)
         return
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            launch(ready, key, device, grid, arguments)
+            launch(ready, device, grid, arguments)
         return
-    addresses = [
-        tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in values])
-        for values in arguments
-    ]
+    given: list[Any] = [*arguments, *constants]
+    for n in pointers:  # as addresses: Triton would ask the driver where each tensor lies
+        given[n] = tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in given[n]])
     stream = torch.cuda.current_stream(device).cuda_stream
-    run = ready.run  # loads the kernel when it is first asked for
-    run(
-        *(grid, 1, 1, stream, ready.function, ready.packed_metadata, None, None, None),
-        *addresses,
-        *constants,
-    )
+    run = compiled.run  # loads the kernel when it is first asked for
+    run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
 
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Small | Count) else value
-
-
-def resources(compiled: Any) -> Iterator[tuple[str, int]]:
-    """Of a compiled kernel: shared_bytes and warps."""
-    yield "shared_bytes", compiled.metadata.shared
-    yield "warps", compiled.metadata.num_warps
