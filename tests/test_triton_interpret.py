@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, forget, rnd
+from nosquare import mask as mask_module
 from nosquare import oracle
+from nosquare.bound import visible
 
 pytest.importorskip("triton", reason="triton_any is written in Triton")
 # numpy, which stands for the card, warns where IEEE arithmetic gives an infinity or NaN
@@ -151,6 +154,35 @@ def masks(batch: int, hq: int, m: int, n: int) -> dict[str, ns.Mask]:
 @pytest.mark.usefixtures("tiles")
 def test_masks_of_every_kind(m: int, name: str) -> None:
     agrees(case(m=m, n=61, d=8, mask=masks(2, 4, m, 61)[name]))
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(ns.Mask):
+    """A kind that no backend has heard of: every `step`-th key up to the own position."""
+
+    step: int
+
+    def numbers(self, m: int, n: int) -> tuple[int, ...]:
+        return (n - m, self.step)
+
+    keep = staticmethod(lambda i, j, r, c, a: (j <= i + a[0]) & ((j + 3) % a[1] == 0))
+    span = staticmethod(lambda i_lo, i_hi, n, a: (0, min(n, i_hi + a[0])))
+    core = staticmethod(lambda i_lo, i_hi, n, a: (0, 0))
+
+
+@inside
+@pytest.mark.usefixtures("tiles")
+def test_masks_of_a_new_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(mask_module.KINDS, "dilated", Dilated)
+    c = case(m=21, n=61, d=8)
+    v = c.v.clone()
+    v[..., 1::3, :] = NAN  # what every third key says is never heard
+    for mask in (Dilated(3), Dilated(3) & ns.Window(20, 0), Dilated(6) & ns.Prefix(40)):
+        keep = visible(mask, 21, 61)[0, 0]
+        want = attention(q=c.q, k=c.k, v=c.v, mask=ns.Dense(keep))
+        got = attention(q=c.q, k=c.k, v=v, mask=mask)
+        torch.testing.assert_close(got.o, want.o, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=1e-6)
 
 
 LOW = torch.finfo(torch.float32).min

@@ -193,16 +193,17 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     if p.packed:
         check_on_host(p, x)
     call = call_of(p, x)
+    copies = () if x.bias is None or x.bias.dtype != torch.float64 else ("bias, in float32",)
     if plan.splits == 1:
         _attend(p, plan, x, call, (_rows(p, o), lse_of(p, lse)))
-        return o, lse, Ran(("attend",))
+        return o, lse, Ran(("attend",), 0, copies)
     shape = (plan.splits, p.B, p.Hq, p.M)
     o_parts = torch.empty((*shape, p.E), dtype=torch.float32, device=p.device)
     lse_parts = torch.empty(shape, dtype=torch.float32, device=p.device)
     _attend(p, plan, x, call, _parts(o_parts, lse_parts))
     _merge(p, plan, call, (o_parts, lse_parts), (o, lse))
     work = 4 * (o_parts.numel() + lse_parts.numel())
-    return o, lse, Ran(("attend", "merge"), work)
+    return o, lse, Ran(("attend", "merge"), work, copies)
 
 
 def check_on_host(p: Problem, x: Inputs) -> None:

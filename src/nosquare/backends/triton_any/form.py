@@ -148,6 +148,8 @@ def call_of(problem: Problem, x: Inputs) -> Call:
     more: dict[str, Any] = {}
     if x.bias is not None:
         laid = lay_out_bias(x.bias, problem.batch)
+        if laid.dtype == torch.float64:  # tiles of it would take twice the fast memory
+            laid = laid.float()
         more["bias"] = (laid, *_steps(laid))
     if x.sinks is not None:
         more["sinks"] = _per_head(problem, x.sinks)

@@ -2,7 +2,8 @@
 
 Mask.keep, span, core and numbers are made of operators, min and max alone. Called with Traced
 values (and with min and max that accept them) they return the expression of their result, which
-masks.py puts into a Triton function. So a new kind of mask needs nothing here.
+masks.py puts into a Triton function. So a new kind of mask needs nothing here. Triton's // and %
+round towards 0, as C does: a kind that uses them keeps their operands from falling below 0.
 """
 
 from __future__ import annotations
