@@ -1,0 +1,214 @@
+"""How backward is cut into tiles: a pure function of the problem and the card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...problem import Problem
+from ...traffic import ATOMIC, SEPARATE, Tiling
+from .cards import Card
+from .form import padded
+
+FACT_ROWS, FACT_PART = 64, 64  # rows of a program of the delta kernel; the part of E it holds
+SHARE = (64, 64)  # tile of the share kernel
+AT_ONCE = 128  # tiles of queries that a program looks for together
+
+
+class Tile(NamedTuple):
+    """A tile of m queries by n keys, and how the program that goes through them is compiled."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} ({self.warps} warps, {self.stages} stages)"
+
+
+# tiles of each pass by the width of a row, best first, then what fits anywhere
+SMALL = (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+Table = dict[str, dict[int, tuple[Tile, ...]]]
+WIDEST: Table = {
+    "keys": {
+        256: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 1)),
+        512: (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+    },
+    "queries": {
+        256: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
+        512: (Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    },
+}
+HOPPER: Table = {
+    "keys": {64: (Tile(64, 128, 8, 2),), 128: (Tile(64, 128, 8, 2),), **WIDEST["keys"]},
+    "queries": {64: (Tile(128, 64, 8, 3),), 128: (Tile(128, 64, 8, 2),), **WIDEST["queries"]},
+    "pairs": {64: (Tile(128, 64, 8, 2),), 128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))},
+}
+# operands of a product lie in registers there, and 64 x 128 would spill
+OTHER: Table = {
+    "keys": {
+        64: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+        **WIDEST["keys"],
+    },
+    "queries": {
+        64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2)),
+        **WIDEST["queries"],
+    },
+    "pairs": {64: (Tile(64, 64, 4, 2),), 128: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1))},
+}
+AMD: Table = {
+    "keys": {},
+    "queries": {128: (Tile(64, 32, 4, 1),)},
+    "pairs": {},
+}
+FLOAT32: Table = {
+    "keys": {
+        64: (Tile(32, 32, 4, 1),),
+        128: (Tile(16, 32, 4, 1),),
+        256: (Tile(16, 32, 8, 1), Tile(16, 32, 4, 1)),
+    },
+    "queries": {
+        64: (Tile(32, 32, 4, 1),),
+        128: (Tile(32, 16, 4, 1),),
+        256: (Tile(32, 16, 8, 1), Tile(32, 16, 4, 1)),
+    },
+    "pairs": {128: (Tile(32, 32, 4, 1),)},
+}
+FORCED: Tile | None = None  # set by tests that want small tiles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiles of the passes of backward, and what else their code depends on.
+
+    keys, queries, pairs  of the passes for dk and dv, for dq, for the gradient of a bias
+    add    dq comes from the pass for dk and dv, by atomics, in an order that changes
+    exact  weights of rows with a large lse are divided by their sum
+    bias   "mn", "n", "m" or "-": axes along which a wanted gradient of a bias varies; "" for none
+    """
+
+    card: Card
+    keys: Tile
+    queries: Tile
+    pairs: Tile
+    add: bool = False
+    exact: bool = False
+    bias: str = ""
+
+    def __str__(self) -> str:
+        dq = "dq by atomics" if self.add else f"dq {self.queries}"
+        dbias = f", dbias {self.pairs}" if self.bias == "mn" else ""
+        return f"backward, {self.card}: dk and dv {self.keys}, {dq}{dbias}"
+
+
+def plan(p: Problem, card: Card) -> Plan:
+    """Tiles by the width of a row and the fast memory of the card."""
+    chosen = fitting(p, card)
+    assert chosen is not None, "refused"
+    return chosen
+
+
+def fitting(p: Problem, card: Card) -> Plan | None:
+    """The first tiles of each pass that fit; None where none do."""
+    shape = None if p.bias is None else (1, 1, *p.bias)[-2:]
+    along = ""
+    if shape is not None and "b" in p.grads:
+        along = "".join(c for c, n in zip("mn", shape, strict=True) if n > 1) or "-"
+    found = []
+    for name in ("keys", "queries", "pairs"):
+        tiles = (
+            tile
+            for tile in _candidates(p, name, card)
+            if shared_bytes(p, name, tile, card) <= card.shared_bytes
+        )
+        found.append(next(tiles, None))
+    keys, queries, pairs = found
+    if along != "mn":
+        pairs = SMALL[-1]  # not used
+    if keys is None or queries is None or pairs is None:
+        return None
+    # where nothing is added to scores, they and their bounds are as large as lse
+    exact = p.bias is not None or p.alibi is not None
+    return Plan(card, keys, queries, pairs, exact=exact, bias=along)
+
+
+def _candidates(p: Problem, name: str, card: Card) -> Iterator[Tile]:
+    if FORCED is not None:
+        yield FORCED
+        return
+    width = max(padded(p.D), padded(p.E))
+    table = {("cuda", 90): HOPPER, ("hip", card.arch): AMD}.get((card.backend, card.arch), OTHER)
+    if p.dtype == torch.float32:
+        table = FLOAT32
+    if name == "keys" and width == 128 and p.bias is not None and table in (HOPPER, OTHER):
+        yield Tile(32, 128 if table is HOPPER else 64, 8, 2)  # the bias needs registers too
+    for most, tiles in table[name].items():
+        if width <= most:
+            yield from tiles
+    yield from SMALL
+
+
+def shared_bytes(p: Problem, name: str, tile: Tile, card: Card) -> int:
+    """Fast memory that a program of a pass may take: its own tile, those on their way (and one
+    turned, where they are not under way), what of the scores passes through it. Held against the
+    compiler by the tests."""
+    d, e = padded(p.D), padded(p.E)
+    owned = {"keys": (tile.n, tile.m), "queries": (tile.m, tile.n)}
+    own, other = owned.get(name, (0, tile.m + tile.n))
+    rows, copies = own + other * tile.stages, 2
+    if card.backend == "hip":  # there a tile of one's own stays in registers
+        rows, copies = other, 1
+    elif int(card.arch) >= 100:  # and there both operands of a product are in fast memory
+        rows += other
+    turned = other * max(d, e) if tile.stages == 1 else 0
+    scores = tile.m * tile.n * (copies * p.dtype.itemsize + (4 if p.bias is not None else 0))
+    return p.dtype.itemsize * (rows * (d + e) + turned) + scores + 4096
+
+
+def workspace_bytes(p: Problem, plan: Plan) -> int:
+    """Bytes that the receipt will name: the facts of rows, and sums in float32."""
+    entries = 1 if p.packed else p.B
+    rows = entries * p.Hq * p.M
+    words = entries * p.Hq * room(p.M) * planes(p, plan)
+    words += {"n": p.B * p.Hq * p.N, "m": rows, "-": rows}.get(plan.bias, 0)
+    if plan.add:
+        words += rows * p.D
+    return 4 * words
+
+
+def grid_of(p: Problem, plan: Plan) -> int:
+    """Programs of the largest grid."""
+    entries = 1 if p.packed else p.B
+    return max(
+        tiles_of(p, p.N, plan.keys.n) * p.Hk,
+        tiles_of(p, p.M, min(plan.queries.m, FACT_ROWS)) * p.Hq,
+        -(-p.M // plan.pairs.m) * -(-p.N // plan.pairs.n) * entries * p.Hq * (plan.bias == "mn"),
+    )
+
+
+def tiles_of(p: Problem, length: int, tile: int) -> int:
+    """Programs of a head: tiles of a length, of all entries."""
+    return length // tile + p.B + 1 if p.packed else -(-length // tile) * p.B
+
+
+def tiling(p: Problem, plan: Plan) -> Tiling:
+    """The schedule, as the model of traffic.py takes it: that of the pass for dk and dv."""
+    backward = ATOMIC if plan.add else SEPARATE
+    tile = plan.keys
+    return Tiling(p.G * tile.m, tile.n, backward=backward, source="triton_any's plan")
+
+
+def planes(p: Problem, plan: Plan) -> int:
+    """Numbers of 32 bits that are kept of a row: see grad_facts.py."""
+    return 2 + plan.exact + 2 * (p.p > 0)
+
+
+def room(rows: int) -> int:
+    """Room for the facts of the rows of a head: strides that 16 divides, whatever the length."""
+    return -(-rows // 16) * 16

@@ -1,0 +1,117 @@
+"""dq: a program owns a tile of queries of a head and goes through the keys that they see.
+
+    for every tile of keys that some of the queries see:
+        s = q k^T       p = exp(s - lse)
+        dp = do v^T     ds = p (dp - delta)     dq += ds k
+
+So dq needs no atomics: a sum has one owner and one order. The second pass recomputes s and dp, two
+of seven products. Whole tiles come first, without masks and bounds.
+"""
+
+import triton
+import triton.language as tl
+
+from .grad_tile import across, head_facts, place, row_facts, rows_at, slopes, uncapped, weights
+
+
+@triton.jit
+def _keys(
+    sums, q, do, rows, k, v, at, extras,
+    F: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    BY_QUERY: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys added to sums = (dq, dbias).
+
+    q (TILE_M, F.D_PAD), do (TILE_M, F.E_PAD)   rows: their facts   k, v: (pointer to key 0, n, d)
+    at = (b, h, i, j0, hi, m, n): keys from hi on are seen by none of the rows
+    """
+    dq, dbias = sums
+    b, h, i, j0, hi, m, n = at
+    numbers, bias, alibi, drop, mask = extras
+    ref, delta, share, k0, k1 = rows
+    kind = q.dtype
+    step = tl.arange(0, TILE_N)
+    j = j0 + step
+    d = tl.arange(0, F.D_PAD)
+    e = tl.arange(0, F.E_PAD)
+    col = j.to(tl.int64)[:, None]
+    k_at = k[0] + col * k[1] + across(d, k[2], F)[None, :]
+    v_at = v[0] + col * v[1] + across(e, v[2], F)[None, :]
+    k_tile = rows_at(k_at, (j < hi)[:, None], d, F.D, F.D_PAD, MASKED)
+    v_tile = rows_at(v_at, (j < hi)[:, None], e, F.E, F.E_PAD, MASKED)
+    j = j[None, :]
+    raw = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+    p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F)
+    keep = j < hi
+    if MASKED:
+        keep = F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < hi)
+        p = tl.where(keep, p, 0.0)
+        if not F.mask.tight:  # a key that none of these rows sees may hold NaN
+            k_tile = tl.where(tl.max(keep.to(tl.int32), 0)[:, None] > 0, k_tile, 0.0)
+    if EXACT:
+        p = p * share[:, None]
+    dp = tl.dot(do, tl.trans(v_tile), input_precision="ieee")
+    keys = (k0, k1)
+    if F.dropout:
+        keys = (k0[:, None], k1[:, None])
+    _, ds = slopes(
+        *(p, dp, delta[:, None], keys, keep, j0, step[None, :], numbers, drop, F, MASKED)
+    )
+    if BY_QUERY:
+        dbias += tl.sum(ds, 1)
+    ds = uncapped(ds, raw, keep, numbers, F, MASKED).to(kind)
+    return tl.dot(ds, k_tile, dq, input_precision="ieee"), dbias
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, do, facts, dq, dbias, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
+    F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, BY_QUERY: tl.constexpr,
+):  # fmt: skip
+    """dq (Hq, M, D) of every entry, written once, in its own dtype; dbias (B, Hq, M) float32 sums
+    of the gradient of a bias that does not vary along keys (BY_QUERY)."""
+    b, h, i0, m, n, q0, k0 = place(sizes, cu, False, TILE_M, F)
+    if i0 >= m:
+        return
+    hk = h // sizes[3]
+    d = tl.arange(0, F.D_PAD)
+    e = tl.arange(0, F.E_PAD)
+    i = i0 + tl.arange(0, TILE_M)
+    row = (q0 + i).to(tl.int64)[:, None]
+    rows = row_facts(head_facts(facts, b, h, q0), i, m, True, F, EXACT)
+    live = (rows[0] > float("-inf"))[:, None]  # others may hold NaN
+    q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
+    do_at = do[0] + b * do[1] + h * do[2] + row * do[3] + e[None, :]
+    q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
+    do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
+    k_h = (k[0] + b * k[1] + hk * k[2] + k0 * k[3], k[3], k[4])
+    v_h = (v[0] + b * v[1] + hk * v[2] + k0 * v[3], v[3], v[4])
+    i_hi = tl.minimum(i0 + TILE_M, m)
+    lo, hi = F.mask.span(mask, i0, i_hi, m, n)
+    lo = lo // TILE_N * TILE_N
+    full = lo
+    end = lo
+    if F.mask.has_core and i0 + TILE_M <= m:
+        first, last = F.mask.core(mask, i0, i_hi, m, n)
+        full = tl.maximum(tl.cdiv(first, TILE_N) * TILE_N, lo)
+        end = tl.maximum(tl.minimum(last, hi) // TILE_N * TILE_N, full)
+    extras = (numbers, bias, alibi, drop, mask)
+    D_PAD: tl.constexpr = F.D_PAD
+    sums = (tl.zeros([TILE_M, D_PAD], tl.float32), tl.zeros([TILE_M], tl.float32))
+    for j0 in tl.range(full, end, TILE_N, num_stages=STAGES):
+        sums = _keys(
+            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n), extras),
+            *(F, TILE_N, False, EXACT, BY_QUERY),
+        )
+    for at in tl.range(lo, hi - (end - full), TILE_N, num_stages=STAGES):
+        j0 = tl.where(at < full, at, at + (end - full))
+        sums = _keys(
+            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n), extras),
+            *(F, TILE_N, True, EXACT, BY_QUERY),
+        )
+    dq_at = dq[0] + b * dq[1] + h * dq[2] + row * dq[3] + d[None, :]
+    inside = (i < m)[:, None] & (d < F.D)[None, :]
+    tl.store(dq_at, (sums[0] * numbers[2]).to(q_tile.dtype), mask=inside)
+    if BY_QUERY:
+        tl.store(dbias[0] + b * dbias[1] + h * dbias[2] + i, sums[1], mask=i < m)

@@ -1,0 +1,124 @@
+"""triton_any's backward, compiled for cards that are not here: its plans fit and hardly spill.
+
+Every plan of the tables for each kind of card, and every feature with the plan of D = 128.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nosquare.backends.triton_any import cards, grad_plan, gradients
+from nosquare.backends.triton_any.compiled import compile_for
+from nosquare.backends.triton_any.grad_keys import keys_kernel
+from nosquare.problem import Problem
+from triton_compiled import CARDS, Taken, inputs, problem, taken, triton
+
+# Bytes of a thread, of 1,020 in its registers. The kernel of dk and dv keeps two sums, and puts
+# away before its loops what it needs after them; what its loops keep is held to 0 below.
+SPILLS = 1000
+WHAT = {"keys_kernel": "keys", "queries_kernel": "queries", "bias_kernel": "pairs"}
+ids = torch.zeros(4096, dtype=torch.int32, device="meta")
+FEATURES: dict[str, Callable[[], tuple[Problem, list[torch.Tensor]]]] = {
+    "window and softcap": lambda: (
+        problem(mask="causal(end)&window(before=100,after=0)", softcap=3.0),
+        [],
+    ),
+    "dropout": lambda: (problem(mask="causal(end)", p=0.1), []),
+    "bias": lambda: (problem(bias=(16, 4096, 4096), grads="qkvb"), []),
+    "bias of a key, alibi, sinks": lambda: (
+        problem(mask="causal(end)", bias=(16, 1, 4096), alibi=(16,), sinks=(16,), grads="qkvbs"),
+        [],
+    ),
+    "documents": lambda: (problem(mask="documents(t0,t1)"), [ids, ids]),
+    "packed": lambda: (problem(mask="causal(end)", packed=True), []),
+    "odd widths": lambda: (problem(d=100, e=65), []),
+    "float16": lambda: (problem(dtype=torch.float16), []),
+}
+
+
+def of_plan(p: Problem, card: cards.Card, *arrays: torch.Tensor, **more: Any) -> dict[str, Taken]:
+    """What each pass takes; that it fits where its plan says so is asserted."""
+    p = replace(p, grads=p.grads or "qkv")
+    plan = replace(grad_plan.plan(p, card), **more)
+    found = {}
+    for kernel, key in gradients.offline(p, plan, inputs(p, *arrays)):
+        name = kernel.fn.__name__
+        found[name] = taken(kernel, key, card)
+        assert found[name].shared_bytes <= card.shared_bytes, name
+        assert found[name].spills <= SPILLS, name
+        if name in WHAT:
+            allowed = grad_plan.shared_bytes(p, WHAT[name], getattr(plan, WHAT[name]), card)
+            assert found[name].shared_bytes <= allowed, name
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CARDS)
+def test_every_plan_fits_and_hardly_spills(name: str, dtype: torch.dtype) -> None:
+    for d in (64, 128, 256):
+        found = of_plan(problem(d, dtype=dtype, mask="causal(end)"), cards.NAMED[name])
+        assert list(found) == ["delta_kernel", "keys_kernel", "queries_kernel"]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", CARDS)
+def test_every_feature_fits_and_hardly_spills(name: str, feature: str) -> None:
+    p, arrays = FEATURES[feature]()
+    found = of_plan(p, cards.NAMED[name], *arrays)
+    assert ("bias_kernel" in found) == (feature == "bias")
+
+
+def blocks(kernel: Any, key: Any) -> list[str]:
+    """The machine code of a kernel for sm_90, cut at its labels."""
+    found = compile_for(kernel, key, cards.NAMED["sm_90"])
+    reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        command = [str(reader), "-c", file.name]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.split(r"^\.L_x_\d+:", listed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("d", "add"), [(64, False), (64, True), (128, False)])
+def test_loops_on_hopper_keep_all_in_registers(d: int, add: bool) -> None:
+    p = problem(d, mask="causal(end)", grads="qkv")
+    plan = replace(grad_plan.plan(p, cards.NAMED["sm_90"]), add=add)
+    loops = 0
+    for kernel, key in gradients.offline(p, plan, inputs(p)):
+        for block in blocks(kernel, key):
+            if "HGMMA" in block and re.search(r"\bBRA\b", block):
+                loops += 1
+                assert not re.findall(r"\b(?:LDL|STL)\b", block), kernel.fn.__name__
+    assert loops == (2 if add else 4), "whole tiles and masked ones"
+
+
+def test_a_tile_that_spills_would_be_seen() -> None:
+    p, plan = problem(grads="qkv"), grad_plan.plan(problem(grads="qkv"), cards.NAMED["sm_90"])
+    plan = replace(plan, keys=grad_plan.Tile(128, 128, 4, 1))
+    found = dict(gradients.offline(p, plan, inputs(p)))
+    key = found[keys_kernel]
+    assert taken(keys_kernel, key, cards.NAMED["sm_90"]).spills > SPILLS
+
+
+def test_a_width_that_fits_no_card_is_refused() -> None:
+    assert grad_plan.fitting(problem(4096), cards.NAMED["sm_90"]) is None
+    assert grad_plan.fitting(problem(512), cards.NAMED["sm_90"]) is not None
+
+
+def test_lengths_make_no_new_kernel() -> None:
+    found = set()
+    for m, n in ((4096, 4096), (1000, 5001), (37, 1)):
+        p = problem(m=m, n=n, mask="causal(end)", sinks=(16,), p=0.1, grads="qkvs")
+        keys = gradients.offline(p, grad_plan.plan(p, cards.NAMED["sm_90"]), inputs(p))
+        found.add(tuple(key._replace(form=None) for _, key in keys))
+    assert len(found) == 1
