@@ -289,4 +289,4 @@ def test_it_tells_its_tiles() -> None:
         found = cost(contiguous(token, torch.float32, mask))
         assert found.forward.traffic is not None
         tiles = found.forward.traffic.tiling
-        assert (tiles.rows, tiles.tile_n, tiles.splits) == (4, 64, chunks)
+        assert (tiles.rows, tiles.tile_n, tiles.splits) == (4, 32, chunks)
