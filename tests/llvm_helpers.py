@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import nosquare as ns
-from helpers import INF, Case, check, rnd
+from helpers import Case, check
+from kinds import options
 from nosquare.errors import UnsupportedError
 from nosquare.inputs import Inputs, Spec
 from nosquare.problem import Problem
@@ -76,58 +76,7 @@ SIZES = [
 ]
 
 
-def masks(batch: int, hq: int, m: int, n: int) -> dict[str, ns.Mask]:
-    g = torch.Generator().manual_seed(7)
-
-    def chance(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=g) < 0.4
-
-    q_ids = torch.randint(0, 4, (batch, m), generator=g)
-    k_ids = torch.randint(0, 5, (batch, n), generator=g).sort().values
-    documents = ns.Documents(q_ids, k_ids)
-    holes = chance(batch, hq, m, n)
-    holes[:, :, 3:4], holes[..., 64:150] = False, False  # a row, and more than a panel
-    tiles = ns.BlockSparse(chance(hq, -(-m // 16), -(-n // 16)), 16)
-    return {
-        "dense": ns.Dense(holes),
-        "one for all keys": ns.Dense(chance(hq, m, 1)),
-        "one for all queries": ns.Dense(chance(batch, 1, 1, n)),
-        "apart in memory": ns.Dense(chance(n, m).T),
-        "lengths": ns.Lengths(torch.tensor([0, 77])),
-        "documents": documents,
-        "bytes": ns.Documents(q_ids.to(torch.uint8), k_ids.to(torch.int32)),
-        "tiles": tiles,
-        "tiles of 64": ns.BlockSparse(chance(1, -(-m // 64), -(-n // 64)), 64),
-        "both": ns.Causal() & ns.Lengths(torch.tensor([100, 77])) & documents,
-        "either": (documents & tiles) | ns.Prefix(3),
-        "nothing": ns.Prefix(0),
-    }
-
-
-LOW = torch.finfo(torch.float32).min
-OPTIONS: dict[str, dict[str, Any]] = {
-    "scale": {"scale": 0.7},
-    "scale below 0": {"scale": -0.3},
-    "softcap": {"softcap": 3.0},
-    "alibi": {"alibi": rnd(4, seed=4).abs()},
-    "sinks": {"sinks": torch.tensor([-INF, 0.0, 2.0, -1e38])},
-    "bias": {"bias": rnd(2, 4, 61, 203, seed=5)},
-    "bias of a key": {"bias": rnd(4, 1, 203, seed=5, dtype=torch.bfloat16)},
-    "bias of a query": {"bias": rnd(61, 1, seed=5, dtype=torch.float64)},
-    "bias apart in memory": {"bias": rnd(203, 61, seed=5).T},
-    "bias that hides": {"bias": (rnd(61, 203, seed=5) > 1).float().log()},
-    "bias of finfo.min": {"bias": (rnd(61, 203, seed=5) > 0).float() * LOW},
-    "bias of finfo.min in whole rows": {"bias": torch.full((1, 203), LOW)},
-    "dropout": {"dropout": ns.Dropout(0.3, 7)},
-    "dropout of a shard": {"dropout": ns.Dropout(0.1, -7, (1, 2, 3, 5))},
-    "all": {
-        "softcap": 2.0,
-        "alibi": rnd(4, seed=4).abs(),
-        "sinks": rnd(4, seed=6),
-        "bias": rnd(61, 203, seed=5),
-        "dropout": ns.Dropout(0.5, 9),
-    },
-}
+OPTIONS = options(61, 203)
 
 
 # the beginning of a program: arrays that end where the memory that may be read does

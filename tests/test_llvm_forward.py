@@ -11,6 +11,7 @@ import torch
 
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, rnd
+from kinds import masks
 from llvm_helpers import (
     AT_THE_EDGE,
     ISAS,
@@ -18,7 +19,6 @@ from llvm_helpers import (
     SIZES,
     agrees,
     attention_on,
-    masks,
     problem_of,
     target_of,
 )

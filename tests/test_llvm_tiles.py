@@ -12,7 +12,8 @@ import torch
 
 import nosquare as ns
 from helpers import NAN, case, rnd
-from llvm_helpers import ISAS, OPTIONS, agrees, attention_on, masks, problem_of, target_of
+from kinds import masks
+from llvm_helpers import ISAS, OPTIONS, agrees, attention_on, problem_of, target_of
 from nosquare.backends.llvm_cpu import call, prefill
 from nosquare.backends.llvm_cpu.compiled import Code
 from nosquare.backends.llvm_cpu.ir import Module

@@ -5,9 +5,6 @@ As in test_triton_interpret.py, whose cases these are, each group runs in a proc
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,16 @@ from helpers import INF, NAN, Case, bounds, case, check, close, forget, rnd
 from nosquare import oracle
 
 pytest.importorskip("triton", reason="triton_any is written in Triton")
-from test_triton_interpret import INTERPRETED, LOW, OPTIONS, SIZES, attention, inside, masks
+from kinds import LOW
+from test_triton_interpret import (
+    INTERPRETED,
+    OPTIONS,
+    SIZES,
+    attention,
+    inside,
+    run_inside,
+    small_masks,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 GROUPS = ["sizes", "masks", "options", "hard", "packed"]
@@ -30,15 +36,7 @@ GROUPS = ["sizes", "masks", "options", "hard", "packed"]
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients_in_the_interpreter(group: str) -> None:
-    here = [str(Path(__file__)), "-k", f"test_{group}_"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *"-p no:cacheprovider -p no:xdist".split(), *here],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout
+    run_inside(Path(__file__), group)
 
 
 @pytest.fixture
@@ -103,10 +101,10 @@ def test_sizes_of_float16_and_of_tiles_that_are_whole() -> None:
 
 
 @inside
-@pytest.mark.parametrize("name", list(masks(2, 4, 1, 1)))
+@pytest.mark.parametrize("name", list(small_masks(1, 1)))
 @pytest.mark.usefixtures("small")
 def test_masks_of_every_kind(name: str) -> None:
-    check(case(m=37, n=61, d=8, mask=masks(2, 4, 37, 61)[name]), attention)
+    check(case(m=37, n=61, d=8, mask=small_masks(37, 61)[name]), attention)
 
 
 @inside

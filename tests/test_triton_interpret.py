@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nosquare as ns
 from helpers import INF, NAN, Case, case, check, forget, rnd
+from kinds import masks, options
 from nosquare import mask as mask_module
 from nosquare import oracle
 from nosquare.bound import visible
@@ -29,21 +29,27 @@ pytest.importorskip("triton", reason="triton_any is written in Triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+OPTIONS = options(21, 61)
 GROUPS = ["sizes", "masks", "options", "hard", "packed"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.parametrize("group", GROUPS)
-def test_in_the_interpreter(group: str) -> None:
+def run_inside(file: Path, group: str) -> None:
+    """The tests of a group of a file, in a process that interprets."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(
-        [*command, "-k", f"test_{group}_", str(Path(__file__))],
+        [*command, "-k", f"test_{group}_", str(file)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_the_interpreter(group: str) -> None:
+    run_inside(Path(__file__), group)
 
 
 @pytest.fixture
@@ -118,42 +124,16 @@ def test_sizes_of_float16() -> None:
     agrees(case(dtype=torch.float16, m=35, n=50, mask=ns.Causal()))
 
 
-def masks(batch: int, hq: int, m: int, n: int) -> dict[str, ns.Mask]:
-    g = torch.Generator().manual_seed(7)
-
-    def chance(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=g) < 0.4
-
-    q_ids = torch.randint(0, 4, (batch, m), generator=g)
-    k_ids = torch.randint(0, 5, (batch, n), generator=g).sort().values
-    documents = ns.Documents(q_ids.to(torch.uint8), k_ids)
-    holes = chance(batch, hq, m, n)
-    holes[:, :, 3:4], holes[..., 16:50] = False, False  # a row, and more than a tile
-    tiles = ns.BlockSparse(chance(hq, -(-m // 8), -(-n // 8)), 8)
-    return {
-        "dense": ns.Dense(holes),
-        "one for all keys": ns.Dense(chance(hq, m, 1)),
-        "one for all queries": ns.Dense(chance(batch, 1, 1, n)),
-        "apart in memory": ns.Dense(chance(n, m).T),
-        "lengths": ns.Lengths(torch.tensor([0, 37])),
-        "documents": documents,
-        "tiles": tiles,
-        "tiles of 12": ns.BlockSparse(chance(1, -(-m // 12), -(-n // 12)), 12),
-        "both": ns.Causal() & ns.Lengths(torch.tensor([50, 37])) & documents,
-        "both causal": ns.Causal() & ns.Window(20, None),
-        "either": (documents & tiles) | ns.Prefix(3),
-        "prefix and causal": ns.Prefix(21) | ns.Causal(),
-        "two far apart": ns.Prefix(4) | (ns.Window(3, 3) & ns.Causal()),
-        "nothing": ns.Prefix(0),
-    }
+def small_masks(m: int, n: int) -> dict[str, ns.Mask]:
+    return masks(2, 4, m, n, tile=8, large=12, hidden=16)
 
 
 @inside
-@pytest.mark.parametrize("name", list(masks(2, 4, 1, 1)))
+@pytest.mark.parametrize("name", list(small_masks(1, 1)))
 @pytest.mark.parametrize("m", [21, 3])
 @pytest.mark.usefixtures("tiles")
 def test_masks_of_every_kind(m: int, name: str) -> None:
-    agrees(case(m=m, n=61, d=8, mask=masks(2, 4, m, 61)[name]))
+    agrees(case(m=m, n=61, d=8, mask=small_masks(m, 61)[name]))
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,38 +163,6 @@ def test_masks_of_a_new_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         got = attention(q=c.q, k=c.k, v=v, mask=mask)
         torch.testing.assert_close(got.o, want.o, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=1e-6)
-
-
-LOW = torch.finfo(torch.float32).min
-OPTIONS: dict[str, dict[str, Any]] = {
-    "scale": {"scale": 0.7},
-    "scale below 0": {"scale": -0.3},
-    "scale of 0": {"scale": 0.0},
-    "softcap": {"softcap": 3.0},
-    "softcap, scale below 0": {"softcap": 3.0, "scale": -0.3},
-    "alibi": {"alibi": rnd(4, seed=4).abs()},
-    "sinks": {"sinks": torch.tensor([-INF, 0.0, 2.0, -1e38])},
-    "sinks of bfloat16": {"sinks": rnd(2, 4, seed=4, dtype=torch.bfloat16)},
-    "bias": {"bias": rnd(2, 4, 21, 61, seed=5)},
-    "bias of a key": {"bias": rnd(4, 1, 61, seed=5, dtype=torch.bfloat16)},
-    "bias of a query": {"bias": rnd(21, 1, seed=5, dtype=torch.float64)},
-    "bias of a head": {"bias": rnd(4, 1, 1, seed=5)},
-    "bias apart in memory": {"bias": rnd(61, 21, seed=5).T},
-    "bias that hides": {"bias": (rnd(21, 61, seed=5) > 1).float().log()},
-    "bias of finfo.min": {"bias": (rnd(21, 61, seed=5) > 0).float() * LOW},
-    "bias of finfo.min in whole rows": {"bias": torch.full((1, 61), LOW)},
-    "dropout": {"dropout": ns.Dropout(0.3, 7)},
-    "dropout of a shard": {"dropout": ns.Dropout(0.1, -7, (1, 2, 3, 4))},
-    "dropout of a shard at an odd key": {"dropout": ns.Dropout(0.1, 1 << 62, (1, 2, 1 << 33, 5))},
-    "seed on the device": {"dropout": ns.Dropout(0.5, torch.tensor(11))},
-    "all": {
-        "softcap": 2.0,
-        "alibi": rnd(4, seed=4).abs(),
-        "sinks": rnd(4, seed=6),
-        "bias": rnd(21, 61, seed=5),
-        "dropout": ns.Dropout(0.5, 9),
-    },
-}
 
 
 @inside

@@ -17,6 +17,8 @@ without AMX. No tile may live from one function into another.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .ir import Function, Operand, Value
 from .target import Target
 
@@ -64,9 +66,8 @@ class Tiles:
             step = self.f.value(stride, "i64") * 4
             self._call("tileloadd64", f"i8 {tile}, ptr {p.name}, i64 {step.name}")
             return
-        for row in range(ROWS):
-            at = p.pointing_at("f32") + self.f.value(stride, "i64") * row
-            self.f.store(self._row(tile, row), self.f.load(at, WORDS))
+        for at, row in self._rows(tile, p, stride):
+            self.f.store(row, self.f.load(at, WORDS))
 
     def store(self, tile: int, p: Value, stride: Operand) -> None:
         """The reverse of load."""
@@ -74,9 +75,8 @@ class Tiles:
             step = self.f.value(stride, "i64") * 4
             self._call("tilestored64", f"i8 {tile}, ptr {p.name}, i64 {step.name}")
             return
-        for row in range(ROWS):
-            at = p.pointing_at("f32") + self.f.value(stride, "i64") * row
-            self.f.store(at, self.f.load(self._row(tile, row), WORDS))
+        for at, row in self._rows(tile, p, stride):
+            self.f.store(at, self.f.load(row, WORDS))
 
     def product(self, c: int, a: int, b: int) -> None:
         """c += a b, in float32."""
@@ -92,6 +92,12 @@ class Tiles:
                 for x, y in ((left << 16, right << 16), (left & _BF16, right & _BF16)):
                     total.value = f.fma(x.bits("f32"), y.bits("f32"), total.value)
             f.store(self._row(c, row), total.value)
+
+    def _rows(self, tile: int, p: Value, stride: Operand) -> Iterator[tuple[Value, Value]]:
+        """Where each row lies in memory, and in the emulated tile."""
+        for row in range(ROWS):
+            at = p.pointing_at("f32") + self.f.value(stride, "i64") * row
+            yield at, self._row(tile, row)
 
     def _row(self, tile: int, row: Operand) -> Value:
         assert self._emulated is not None
