@@ -42,9 +42,9 @@ def test_gradients_in_the_interpreter(group: str) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles in both directions."""
-    from nosquare.backends.triton_any import attend, grad_plan
+    from nosquare.backends.triton_any import attend_plan, grad_plan
 
-    monkeypatch.setattr(attend, "FORCED", (16, 16, 1))
+    monkeypatch.setattr(attend_plan, "FORCED", (16, 16, 1))
     monkeypatch.setattr(grad_plan, "FORCED", grad_plan.Tile(16, 32, 4, 1))
     forget(monkeypatch)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nosquare.backends.triton_any import attend, cards, merge_kernel
+from nosquare.backends.triton_any import attend, attend_plan, cards, merge_kernel
 from nosquare.backends.triton_any.attend_kernel import attend as kernel
 from nosquare.backends.triton_any.compiled import compile_for
 from nosquare.problem import Problem
@@ -42,9 +42,9 @@ FEATURES: dict[str, Callable[[], tuple[Problem, list[torch.Tensor]]]] = {
 }
 
 
-def of_plan(p: Problem, plan: attend.Plan, card: cards.Card, *arrays: torch.Tensor) -> Taken:
+def of_plan(p: Problem, plan: attend_plan.Plan, card: cards.Card, *arrays: torch.Tensor) -> Taken:
     found = taken(kernel, attend.offline(p, plan, inputs(p, *arrays)), card)
-    allowed = attend.shared_bytes(plan, card, p)
+    allowed = attend_plan.shared_bytes(plan, card, p)
     assert found.shared_bytes <= allowed <= card.shared_bytes
     return found
 
@@ -55,7 +55,7 @@ def test_every_plan_fits_and_hardly_spills(name: str, dtype: torch.dtype) -> Non
     card = cards.NAMED[name]
     for d in (64, 128, 256):
         p = problem(d, dtype=dtype)
-        found = of_plan(p, attend.plan(p, card), card)
+        found = of_plan(p, attend_plan.plan(p, card), card)
         assert found.spills <= SPILLS, f"D = {d}: {found.spills} bytes"
 
 
@@ -64,7 +64,7 @@ def test_every_plan_fits_and_hardly_spills(name: str, dtype: torch.dtype) -> Non
 def test_every_feature_fits_and_hardly_spills(name: str, feature: str) -> None:
     card = cards.NAMED[name]
     p, arrays = FEATURES[feature]()
-    found = of_plan(p, attend.plan(p, card), card, *arrays)
+    found = of_plan(p, attend_plan.plan(p, card), card, *arrays)
     assert found.spills <= (SPILLS_OF_PAIRS if feature == "pairs" else SPILLS)
 
 
@@ -82,19 +82,19 @@ def test_a_mask_that_spills_would_be_seen() -> None:
     # rows of 512 in registers of one warp: there is no room for them
     card = cards.NAMED["sm_90"]
     p = problem(512, dtype=torch.float32)
-    plan = attend.Plan(64, 16, 4, 1)
+    plan = attend_plan.Plan(64, 16, 4, 1)
     assert taken(kernel, attend.offline(p, plan), card).spills > SPILLS
 
 
 def test_a_width_that_fits_no_card_is_refused() -> None:
     card = cards.NAMED["sm_90"]
-    assert attend.fitting(problem(4096), card) is None
-    assert attend.fitting(problem(1024), card) is not None
+    assert attend_plan.fitting(problem(4096), card) is None
+    assert attend_plan.fitting(problem(1024), card) is not None
 
 
 def test_products_on_hopper_read_tiles_that_were_fetched_ahead() -> None:
     p = problem()
-    plan = attend.plan(p, cards.NAMED["sm_90"])
+    plan = attend_plan.plan(p, cards.NAMED["sm_90"])
     found = compile_for(kernel, attend.offline(p, plan), cards.NAMED["sm_90"])
     assert "wgmma.mma_async" in found.asm["ptx"]
     assert "cp.async.cg" in found.asm["ptx"]
@@ -106,7 +106,7 @@ def test_lengths_make_no_new_kernel() -> None:
     card = cards.NAMED["sm_90"]
     for mask in ("causal(end)", "window(before=100,after=3)|prefix(n=7)"):
         found = {
-            attend.offline(p, attend.plan(p, card))._replace(form=None)
+            attend.offline(p, attend_plan.plan(p, card))._replace(form=None)
             for p in (
                 problem(m=4096, n=4096, mask=mask),
                 problem(m=1000, n=5001, mask=mask.replace("7", "1001").replace("100", "5")),

@@ -55,10 +55,10 @@ def test_in_the_interpreter(group: str) -> None:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Force tiles of the forward: rows, keys, splits."""
-    from nosquare.backends.triton_any import attend
+    from nosquare.backends.triton_any import attend_plan
 
     def force(tile_m: int, tile_n: int, splits: int = 1) -> None:
-        monkeypatch.setattr(attend, "FORCED", (tile_m, tile_n, splits))
+        monkeypatch.setattr(attend_plan, "FORCED", (tile_m, tile_n, splits))
         forget(monkeypatch)
 
     force(16, 16)

@@ -64,9 +64,9 @@ def _too_large(p: Problem, phase: str) -> list[str]:
 
 def _half(phase: str) -> Any:
     """The module that plans a phase: kernels are read, and triton loaded, when one is asked for."""
-    from . import attend, grad_plan
+    from . import attend_plan, grad_plan
 
-    return attend if phase == FORWARD else grad_plan
+    return attend_plan if phase == FORWARD else grad_plan
 
 
 @cache
