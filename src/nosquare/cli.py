@@ -184,6 +184,26 @@ def bench_experiment(
     raise typer.Exit(run(device, quick, dtype, record))
 
 
+@bench_app.command("tune")
+def bench_tune(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(help="Cases, as bench/cases.py spells them; a grid.", metavar="CASE..."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Whose plans.")] = "triton_any",
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases, plans and rounds.")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Append the samples to this file.", show_default="docs/records"),
+    ] = None,
+    no_record: Annotated[bool, typer.Option("--no-record", help="Keep no samples.")] = False,
+) -> None:
+    """Time the plans that a backend thinks worth it beside the one that it takes today."""
+    from .bench.tune import bench_tune as run
+
+    raise typer.Exit(run(cases or (), backend, quick, record, not no_record))
+
+
 @app.command()
 def verify(
     targets: Annotated[

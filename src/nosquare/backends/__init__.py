@@ -43,7 +43,13 @@ class Backend(Protocol):
     workspace_bytes  that its receipt will name; None where that depends on the data
     tiling           its schedule, a traffic.Tiling
 
-    and remarks(), lines about this machine for `nosquare doctor`.
+    and remarks(), lines about this machine for `nosquare doctor`. Where it has a choice of plans,
+    it may offer two things to `nosquare bench tune`:
+
+    plans   (problem, phase, timed=()): others than plan()'s that can run, best guess first; where
+            some were timed (fastest first, plan()'s among them), what follows from those instead
+    builds  (problem, plan, phase, x): by what their code depends on, picklable functions that
+            compile the kernels of a plan in any process; x as Inputs, of stand-ins without memory
     """
 
     RANK: int

@@ -85,7 +85,7 @@ def _show_case(console: Console, name: str, result: Result) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     yardstick = next((e for e in timed if e.contestant == "torch"), best_peer(result))
     for entry in timed:
-        cells = [_time(entry.median_us, unit), _rate(result, entry.median_us),
+        cells = [in_unit(entry.median_us, unit), rate_of(result, entry.median_us),
                  two(_ratio(result, entry)), two(error_ratio(entry, yardstick))]  # fmt: skip
         if "MiB" in columns:
             size = entry.peak_bytes
@@ -118,12 +118,13 @@ def _ratio(result: Result, entry: Entry) -> float:
     return math.nan if best is None else best.median_us / entry.median_us
 
 
-def _time(time_us: float, unit: str) -> str:
+def in_unit(time_us: float, unit: str) -> str:
+    """A time in "us" or "ms"."""
     return f"{time_us:,.1f}" if unit == "us" else f"{time_us / 1000:,.3f}"
 
 
-def _rate(result: Result, time_us: float) -> str:
-    """TFLOP/s; for decoding, GB/s of k and v."""
+def rate_of(result: Result, time_us: float) -> str:
+    """TFLOP/s of a call that takes so long; for decoding, GB/s of k and v."""
     if result.case.phase == "decode":
         return f"{result.case.cache_bytes / time_us / 1e3:,.0f}"
     rate = result.case.flops(result.pairs) / time_us / 1e6

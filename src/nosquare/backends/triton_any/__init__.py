@@ -7,6 +7,7 @@ dispatcher (compiled.py). Needs triton, which a CUDA build of torch brings along
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,17 @@ from .. import FORWARD, Grads
 
 # Behind torch_any until its speed is on record: it runs only where it is named.
 RANK = 940
-__all__ = ["RANK", "backward", "forward", "plan", "refusals", "tiling", "workspace_bytes"]
+__all__ = [
+    "RANK",
+    "backward",
+    "builds",
+    "forward",
+    "plan",
+    "plans",
+    "refusals",
+    "tiling",
+    "workspace_bytes",
+]
 _POSITIONS = 1 << 30  # positions are counted in 32 bits, and a window may reach M + N beyond them
 _PROGRAMS = 1 << 31
 _OLDEST = 80
@@ -84,6 +95,20 @@ def plan(problem: Problem, phase: str) -> Any:
     from .cards import card_of
 
     return _half(phase).plan(problem, card_of(problem.device))
+
+
+def plans(problem: Problem, phase: str, timed: Sequence[Any] = ()) -> list[Any]:
+    """Other plans worth timing, or what follows from those that were."""
+    from .search import plans as found
+
+    return found(problem, phase, timed)
+
+
+def builds(problem: Problem, plan: Any, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
+    """What compiles the kernels of a plan ahead."""
+    from .search import builds as found
+
+    return found(problem, plan, phase, x)
 
 
 def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:
