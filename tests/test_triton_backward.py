@@ -5,7 +5,9 @@ As in test_triton_interpret.py, whose cases these are, each group runs in a proc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 import nosquare as ns
 from helpers import INF, NAN, Case, bounds, case, check, close, forget, rnd
 from nosquare import oracle
+from nosquare.bound import visible
 
 pytest.importorskip("triton", reason="triton_any is written in Triton")
 from kinds import LOW
@@ -25,6 +28,7 @@ from test_triton_interpret import (
     SIZES,
     attention,
     inside,
+    look_at_few_tiles,
     run_inside,
     small_masks,
 )
@@ -46,6 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attend_plan, "FORCED", (16, 16, 1))
     monkeypatch.setattr(grad_plan, "FORCED", grad_plan.Tile(16, 32, 4, 1))
+    look_at_few_tiles(monkeypatch)
     forget(monkeypatch)
 
 
@@ -105,6 +110,65 @@ def test_sizes_of_float16_and_of_tiles_that_are_whole() -> None:
 @pytest.mark.usefixtures("small")
 def test_masks_of_every_kind(name: str) -> None:
     check(case(m=37, n=61, d=8, mask=small_masks(37, 61)[name]), attention)
+
+
+def documents(q_lengths: list[int], k_lengths: list[int]) -> ns.Documents:
+    q_ids, k_ids = (
+        torch.arange(len(x)).repeat_interleave(torch.tensor(x)) for x in (q_lengths, k_lengths)
+    )
+    return ns.Documents(q_ids[None], k_ids[None])
+
+
+def hiding_masks() -> dict[str, ns.Mask]:
+    """Of 66 queries, 150 keys and 2 heads, of which most tiles have nothing to see."""
+    i, j = torch.arange(66)[:, None], torch.arange(150)
+    few = documents([0, 17, 5, 44], [40, 30, 77, 3])
+    return {
+        "documents": few,
+        "documents that nobody asks for": documents([66], [0, 150]),
+        "lengths": ns.Lengths(torch.tensor([37])),
+        "both": few & ns.Causal(),
+        "either": few | ns.Prefix(5),
+        "keys of a head": ns.Dense(j // 40 == torch.tensor([0, 3])[:, None, None]),
+        "holes": ns.Dense((i // 20 + j // 50) % 3 == 1),
+        "tiles": ns.BlockSparse(torch.eye(5, 10, dtype=torch.bool).roll(4, 1), 16),
+    }
+
+
+def tiles_with_pairs(keep: Tensor, m: int, n: int) -> int:
+    more = (0, -keep.shape[-1] % n, 0, -keep.shape[-2] % m)
+    tiles = torch.nn.functional.pad(keep, more).unflatten(-1, (-1, n)).unflatten(-3, (-1, m))
+    return int(tiles.any(-1).any(-2).sum())
+
+
+@inside
+@pytest.mark.parametrize("name", list(hiding_masks()))
+def test_masks_that_hide_tiles_save_their_work(
+    small: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every pass, forward's too, works on the tiles that have a visible pair, and on no other."""
+    from nosquare.backends.triton_any import attend_kernel, grad_bias, grad_keys, grad_queries
+
+    found: Counter[str] = Counter()
+
+    def counted(name: str, run: Any, *of: Any) -> Any:
+        found[name] += 1
+        return run(*of)
+
+    for where, visit in (
+        (attend_kernel, "_visit"),
+        (grad_keys, "_queries"),
+        (grad_queries, "_keys"),
+        (grad_bias, "_pairs"),
+    ):
+        monkeypatch.setattr(where, visit, partial(counted, visit, getattr(where, visit)))
+    mask = hiding_masks()[name]
+    bias = rnd(2, 66, 150, seed=5)
+    check(case(batch=(1,), hq=2, hk=1, m=66, n=150, d=8, mask=mask, bias=bias), attention)
+    keep = visible(mask, 66, 150, 2, (1,))
+    tiles = tiles_with_pairs(keep, 16, 32)
+    want = {"_queries": tiles, "_keys": tiles, "_pairs": tiles}
+    assert found == Counter(want, _visit=tiles_with_pairs(keep, 16, 16))
 
 
 @inside

@@ -27,6 +27,7 @@ from triton_compiled import CARDS, Taken, inputs, problem, taken, triton
 SPILLS = 1000
 WHAT = {"keys_kernel": "keys", "queries_kernel": "queries", "bias_kernel": "pairs"}
 ids = torch.zeros(4096, dtype=torch.int32, device="meta")
+pairs = torch.ones(4096, 4096, dtype=torch.bool, device="meta")
 FEATURES: dict[str, Callable[[], tuple[Problem, list[torch.Tensor]]]] = {
     "window and softcap": lambda: (
         problem(mask="causal(end)&window(before=100,after=0)", softcap=3.0),
@@ -39,6 +40,7 @@ FEATURES: dict[str, Callable[[], tuple[Problem, list[torch.Tensor]]]] = {
         [],
     ),
     "documents": lambda: (problem(mask="documents(t0,t1)"), [ids, ids]),
+    "pairs": lambda: (problem(mask="dense(t0)"), [pairs]),
     "packed": lambda: (problem(mask="causal(end)", packed=True), []),
     "odd widths": lambda: (problem(d=100, e=65), []),
     "float16": lambda: (problem(dtype=torch.float16), []),
@@ -102,6 +104,20 @@ def test_loops_on_hopper_keep_their_tiles_in_registers(d: int, add: bool) -> Non
             assert len(found) == 2, "one loop for whole tiles, one for masked ones"
             assert found[0] <= 4, kernel.fn.__name__
             assert found[1] <= 64, kernel.fn.__name__
+
+
+def test_loops_on_hopper_fetch_ahead_where_a_mask_has_arrays_but_no_holes() -> None:
+    """What is skipped there lies at the ends, so the loops need no branch."""
+    for mask, arrays, ahead in (
+        ("documents(t0,t1)", (ids, ids), True),
+        ("dense(t0)", (pairs,), False),
+    ):
+        p = problem(mask=mask, grads="qkv")
+        plan = grad_plan.plan(p, cards.NAMED["sm_90"])
+        for kernel, key in gradients.offline(p, plan, inputs(p, *arrays)):
+            loops = [b for b in blocks(kernel, key) if "HGMMA" in b and re.search(r"\bBRA\b", b)]
+            if kernel.fn.__name__ != "delta_kernel":
+                assert ["LDGSTS" in loop for loop in loops] == [ahead], kernel.fn.__name__
 
 
 def test_a_tile_that_spills_would_be_seen() -> None:

@@ -52,6 +52,15 @@ def test_in_the_interpreter(group: str) -> None:
     run_inside(Path(__file__), group)
 
 
+def look_at_few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a mask with arrays are looked at by twos, threes or fours, not all of them."""
+    from triton.language import constexpr
+
+    from nosquare.backends.triton_any import sight
+
+    monkeypatch.setattr(sight, "AT_A_LOOK", constexpr(1 << 10))
+
+
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Force tiles of the forward: rows, keys, splits."""
@@ -59,6 +68,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def force(tile_m: int, tile_n: int, splits: int = 1) -> None:
         monkeypatch.setattr(attend_plan, "FORCED", (tile_m, tile_n, splits))
+        look_at_few_tiles(monkeypatch)
         forget(monkeypatch)
 
     force(16, 16)

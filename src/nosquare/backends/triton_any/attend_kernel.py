@@ -21,6 +21,7 @@ import triton.language as tl
 from .drops import kept, row_keys
 from .places import sequence_of, tile_of, tokens_of
 from .scores import scored
+from .sight import narrowed, some, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,23 +46,6 @@ def _weights(s, ref, numbers, SAFE: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _seen(place, sizes, tile, mask, F: tl.constexpr, TILE_N: tl.constexpr):
-    """The visible pairs of a tile of keys, of which those in [lo, hi) exist."""
-    b, h, i = place
-    lo, hi, m, n = sizes
-    j = tile * TILE_N + tl.arange(0, TILE_N)[None, :]
-    inside = (i[:, None] < m) & (j >= lo) & (j < hi)
-    return F.mask.keep(mask, b, h, i[:, None], j, m, n) & inside
-
-
-@triton.jit
-def _any(place, sizes, tile, mask, F: tl.constexpr, TILE_N: tl.constexpr):
-    """Whether a tile of keys has a visible pair."""
-    seen = _seen(place, sizes, tl.maximum(tile, 0), mask, F, TILE_N)
-    return tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0
-
-
-@triton.jit
 def _rows(x, start, there, WIDTH: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
     """Keys or values from `start` on. x: (pointer, offsets in a tile, stride of a key)."""
     at = x[0] + start * x[2] + x[1]
@@ -75,11 +59,11 @@ def _rows(x, start, there, WIDTH: tl.constexpr, PAD: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _visit(
-    state, q, k, v, drop_keys, place, sizes, tile, numbers, bias, alibi, drop, mask,
+    state, q, k, v, drop_keys, place, sizes, tile, seen, numbers, bias, alibi, drop, mask,
     F: tl.constexpr, MASKED: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """The state (u, ref, l) after one more tile of keys. k, v: see _rows; place: (b, h, i); sizes:
-    (lo, hi, m, n)."""
+    (lo, hi, m, n); seen: the visible pairs, where the caller has asked for them (F.mask.holes)."""
     u, ref, l = state
     b, h, i = place
     lo, hi, m, n = sizes
@@ -92,7 +76,9 @@ def _visit(
     s = scored(raw, b, h, i[:, None], j[None, :], m, n, numbers, bias, alibi, F)
     values = _rows(v, start, there, F.E, F.E_PAD, MASKED)
     if MASKED:
-        s = tl.where(_seen(place, sizes, tile, mask, F, TILE_N), s, float("-inf"))
+        if not F.mask.holes:
+            seen = visible(start, i[:, None], b, h, sizes, mask, F, TILE_N, True)
+        s = tl.where(seen, s, float("-inf"))
         if not F.mask.tight:  # a weight of 0 does not hide a value that is not finite
             somebody = tl.max(s, 0) > float("-inf")
             values = tl.where(somebody[:, None], values, 0.0)
@@ -170,11 +156,8 @@ def attend(
         first = tl.minimum(first + part * share, last)
         last = tl.minimum(first + share, last)
     place, here = (b, h_pairs, i), (lo, hi, m, n)
-    if F.mask.looks:  # nothing to see at the ends, as in padding or other documents
-        while (first < last) & ~_any(place, here, last - 1, mask, F, TILE_N):
-            last -= 1
-        while (first < last) & ~_any(place, here, first, mask, F, TILE_N):
-            first += 1
+    if F.mask.looks and not F.mask.holes:
+        first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N, True)
     c_lo, c_hi = F.mask.core(mask, i_lo, i_hi, m, n)
     whole = tl.minimum(tl.maximum(tl.cdiv(c_lo, TILE_N), first), last)
     rest = tl.maximum(tl.minimum(c_hi // TILE_N, last), whole)
@@ -207,7 +190,7 @@ def attend(
     if F.mask.has_core:
         for at in tl.range(whole, rest):
             u, ref, l = _visit(
-                (u, ref, l), q_rows, keys, values, drop_keys, place, here, at,
+                (u, ref, l), q_rows, keys, values, drop_keys, place, here, at, True,
                 numbers, bias, alibi, drop, mask, F, False, TILE_N,
             )  # fmt: skip
     else:
@@ -215,12 +198,13 @@ def attend(
     head_tiles = whole - first
     for t in tl.range(0, head_tiles + last - rest):
         at = tl.where(t < head_tiles, first + t, rest + t - head_tiles)
-        anything = True
+        seen, work = True, True
         if F.mask.holes:
-            anything = _any(place, here, at, mask, F, TILE_N)
-        if anything:
+            seen = visible(at * TILE_N, i[:, None], b, h_pairs, here, mask, F, TILE_N, True)
+            work = some(seen)
+        if work:
             u, ref, l = _visit(
-                (u, ref, l), q_rows, keys, values, drop_keys, place, here, at,
+                (u, ref, l), q_rows, keys, values, drop_keys, place, here, at, seen,
                 numbers, bias, alibi, drop, mask, F, True, TILE_N,
             )  # fmt: skip
 

@@ -10,15 +10,19 @@ import triton
 import triton.language as tl
 
 from .grad_tile import across, head_facts, row_facts, rows_at, slopes, weights
+from .sight import some, visible
 
 
 @triton.jit
 def _pairs(
-    total, q, k, v, do, facts, b, h, hk, tile, extras,
+    total, q, k, v, do, facts, b, h, hk, tile, seen, extras,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The tile of pairs of one head added to total. tile = (i0, j0, m, n)"""
+    """The tile of pairs of one head added to total. tile = (i0, j0, m, n)
+
+    seen: its visible pairs, where the caller has asked for them (F.mask.looks)
+    """
     numbers, bias, alibi, drop, mask = extras
     i0, j0, m, n = tile
     step = tl.arange(0, TILE_N)[None, :]
@@ -43,7 +47,7 @@ def _pairs(
     p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F)
     keep = j < n
     if MASKED:
-        keep = F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
+        keep = seen if F.mask.looks else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
         p = tl.where(keep, p, 0.0)
     if EXACT:
         p = p * share[:, None]
@@ -100,16 +104,22 @@ def bias_kernel(
         b = (b0 + at // heads).to(tl.int64)
         h = (h0 + at % heads).to(tl.int64)
         total = _pairs(
-            *(total, q, k, v, do, facts, b, h, h // sizes[3], (i0, j0, m, n), extras),
+            *(total, q, k, v, do, facts, b, h, h // sizes[3], (i0, j0, m, n), True, extras),
             *(F, TILE_M, TILE_N, False, EXACT),
         )
+    own = (i0 + tl.arange(0, TILE_M))[:, None]
     for at in tl.range(0, masked, num_stages=STAGES):
         b = (b0 + at // heads).to(tl.int64)
         h = (h0 + at % heads).to(tl.int64)
-        total = _pairs(
-            *(total, q, k, v, do, facts, b, h, h // sizes[3], (i0, j0, m, n), extras),
-            *(F, TILE_M, TILE_N, True, EXACT),
-        )
+        seen, work = True, True
+        if F.mask.looks:
+            seen = visible(j0, own, b, h, (0, n, m, n), mask, F, TILE_N, True)
+            work = some(seen)
+        if work:
+            total = _pairs(
+                *(total, q, k, v, do, facts, b, h, h // sizes[3], (i0, j0, m, n), seen, extras),
+                *(F, TILE_M, TILE_N, True, EXACT),
+            )
     i = i0 + tl.arange(0, TILE_M)
     j = j0 + tl.arange(0, TILE_N)
     to = dbias[0] + b0 * dbias[1] + h0 * dbias[2] + i.to(tl.int64)[:, None] * dbias[3] + j[None, :]

@@ -24,11 +24,12 @@ from .grad_tile import (
     uncapped,
     weights,
 )
+from .sight import narrowed, some, visible
 
 
 @triton.jit
 def _queries(
-    sums, k, v, q, do, dq, facts, at, extras,
+    sums, k, v, q, do, dq, facts, at, seen, extras,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     EXACT: tl.constexpr, ADD: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
@@ -36,6 +37,7 @@ def _queries(
 
     k (TILE_N, D_PAD), v (TILE_N, E_PAD)   q, do, dq: (pointer to row 0 of the head, stride of m, d)
     at = (b, h, i0, j0, m, n)              extras = (numbers, bias, alibi, drop, mask)
+    seen: the visible pairs, where the caller has asked for them (F.mask.by_head)
     """
     dk, dv, dbias = sums
     b, h, i0, j0, m, n = at
@@ -59,7 +61,7 @@ def _queries(
     p = weights(raw, ref[None, :], b, h, i, j, m, n, numbers, bias, alibi, F)
     keep = i < m
     if MASKED:
-        keep = F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
+        keep = seen if F.mask.by_head else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
         p = tl.where(keep, p, 0.0)
     if EXACT:
         p = p * share[None, :]
@@ -114,7 +116,10 @@ def keys_kernel(
         tl.zeros([TILE_N], tl.float32),
     )
     j_hi = tl.minimum(j0 + TILE_N, n)
+    here = (j0, n, m, n)
     first, last, full, end = tiles_seeing(mask, j0, j_hi, m, n, F, TILE_M, AT_ONCE)
+    if F.mask.looks and not F.mask.by_head:
+        first, last = narrowed(first, last, j[:, None], b, 0, here, mask, F, TILE_M, False)
     if j0 + TILE_N > n:  # the last keys are fewer than a tile
         full = first
         end = first
@@ -127,18 +132,24 @@ def keys_kernel(
         if ADD:
             dq_h = (dq[0] + b * dq[1] + h * dq[2] + q0 * dq[3], dq[3])
         facts_h = head_facts(facts, b, h, q0)
-        for t in tl.range(full, end, num_stages=STAGES):
-            at = (b, h, t * TILE_M, j0, m, n)
-            sums = _queries(
-                *(sums, k_tile, v_tile, q_h, do_h, dq_h, facts_h, at, extras),
-                *(F, TILE_M, TILE_N, False, EXACT, ADD, BY_KEY),
-            )
+        if F.mask.has_core:
+            for t in tl.range(full, end, num_stages=STAGES):
+                at = (b, h, t * TILE_M, j0, m, n)
+                sums = _queries(
+                    *(sums, k_tile, v_tile, q_h, do_h, dq_h, facts_h, at, True, extras),
+                    *(F, TILE_M, TILE_N, False, EXACT, ADD, BY_KEY),
+                )
         for t in tl.range(first, last - (end - full), num_stages=STAGES):
-            at = (b, h, tl.where(t < full, t, t + (end - full)) * TILE_M, j0, m, n)
-            sums = _queries(
-                *(sums, k_tile, v_tile, q_h, do_h, dq_h, facts_h, at, extras),
-                *(F, TILE_M, TILE_N, True, EXACT, ADD, BY_KEY),
-            )
+            i0 = tl.where(t < full, t, t + (end - full)) * TILE_M
+            seen, work = True, True
+            if F.mask.by_head:  # others have no branch here: what it holds is not fetched ahead
+                seen = visible(i0, j[:, None], b, h, here, mask, F, TILE_M, False)
+                work = some(seen)
+            if work:
+                sums = _queries(
+                    *(sums, k_tile, v_tile, q_h, do_h, dq_h, facts_h, (b, h, i0, j0, m, n)),
+                    *(seen, extras, F, TILE_M, TILE_N, True, EXACT, ADD, BY_KEY),
+                )
         if BY_KEY:
             to = dbias[0] + b * dbias[1] + h * dbias[2] + j
             tl.store(to, sums[2], mask=j < n)

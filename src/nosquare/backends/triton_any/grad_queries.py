@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from .grad_tile import across, head_facts, place, row_facts, rows_at, slopes, uncapped, weights
+from .sight import narrowed, some, visible
 
 
 @triton.jit
 def _keys(
-    sums, q, do, rows, k, v, at, extras,
+    sums, q, do, rows, k, v, at, seen, extras,
     F: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
     BY_QUERY: tl.constexpr,
 ):  # fmt: skip
@@ -24,6 +25,7 @@ def _keys(
 
     q (TILE_M, F.D_PAD), do (TILE_M, F.E_PAD)   rows: their facts   k, v: (pointer to key 0, n, d)
     at = (b, h, i, j0, hi, m, n): keys from hi on are seen by none of the rows
+    seen: the visible pairs, where the caller has asked for them (F.mask.holes)
     """
     dq, dbias = sums
     b, h, i, j0, hi, m, n = at
@@ -44,7 +46,7 @@ def _keys(
     p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F)
     keep = j < hi
     if MASKED:
-        keep = F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < hi)
+        keep = seen if F.mask.holes else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < hi)
         p = tl.where(keep, p, 0.0)
         if not F.mask.tight:  # a key that none of these rows sees may hold NaN
             k_tile = tl.where(tl.max(keep.to(tl.int32), 0)[:, None] > 0, k_tile, 0.0)
@@ -78,6 +80,14 @@ def queries_kernel(
     d = tl.arange(0, F.D_PAD)
     e = tl.arange(0, F.E_PAD)
     i = i0 + tl.arange(0, TILE_M)
+    i_hi = tl.minimum(i0 + TILE_M, m)
+    lo, hi = F.mask.span(mask, i0, i_hi, m, n)
+    here = (lo, hi, m, n)
+    if F.mask.looks and not F.mask.holes:
+        first, last = lo // TILE_N, tl.cdiv(hi, TILE_N)
+        first, last = narrowed(first, last, i[:, None], b, h, here, mask, F, TILE_N, True)
+        lo = tl.maximum(lo, first * TILE_N)
+        hi = tl.minimum(hi, last * TILE_N)
     row = (q0 + i).to(tl.int64)[:, None]
     rows = row_facts(head_facts(facts, b, h, q0), i, m, True, F, EXACT)
     live = (rows[0] > float("-inf"))[:, None]  # others may hold NaN
@@ -87,8 +97,6 @@ def queries_kernel(
     do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
     k_h = (k[0] + b * k[1] + hk * k[2] + k0 * k[3], k[3], k[4])
     v_h = (v[0] + b * v[1] + hk * v[2] + k0 * v[3], v[3], v[4])
-    i_hi = tl.minimum(i0 + TILE_M, m)
-    lo, hi = F.mask.span(mask, i0, i_hi, m, n)
     lo = lo // TILE_N * TILE_N
     full = lo
     end = lo
@@ -101,15 +109,20 @@ def queries_kernel(
     sums = (tl.zeros([TILE_M, D_PAD], tl.float32), tl.zeros([TILE_M], tl.float32))
     for j0 in tl.range(full, end, TILE_N, num_stages=STAGES):
         sums = _keys(
-            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n), extras),
-            *(F, TILE_N, False, EXACT, BY_QUERY),
+            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n)),
+            *(True, extras, F, TILE_N, False, EXACT, BY_QUERY),
         )
     for at in tl.range(lo, hi - (end - full), TILE_N, num_stages=STAGES):
         j0 = tl.where(at < full, at, at + (end - full))
-        sums = _keys(
-            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n), extras),
-            *(F, TILE_N, True, EXACT, BY_QUERY),
-        )
+        seen, work = True, True
+        if F.mask.holes:  # others have no branch here: what it holds is not fetched ahead
+            seen = visible(j0, i[:, None], b, h, here, mask, F, TILE_N, True)
+            work = some(seen)
+        if work:
+            sums = _keys(
+                *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n)),
+                *(seen, extras, F, TILE_N, True, EXACT, BY_QUERY),
+            )
     dq_at = dq[0] + b * dq[1] + h * dq[2] + row * dq[3] + d[None, :]
     inside = (i < m)[:, None] & (d < F.D)[None, :]
     tl.store(dq_at, (sums[0] * numbers[2]).to(q_tile.dtype), mask=inside)

@@ -37,9 +37,11 @@ INTEGERS = {torch.int64: "tl.int64"}  # narrower ids are compared as int32
 
 
 class ArrayForm(NamedTuple):
-    """What the code of an array depends on: its dtype; whether it varies along queries, keys."""
+    """What the code of an array depends on: its dtype; whether it varies along heads, queries,
+    keys."""
 
     dtype: torch.dtype
+    along_h: bool
     along_m: bool
     along_n: bool
 
@@ -72,7 +74,9 @@ class MaskCode:
     has_core  False: no key is known to be visible to all rows, so no loop need be written for such
     tight     every key of a span is visible to some row of it, so none of its values need be hidden
     looks     it has arrays: whether a tile has anything to see is known only when they are read
-    holes     one varies along queries and keys: tiles in the midst of others may have nothing
+    holes     one varies along queries and keys, or is joined by |: tiles in the midst of others may
+              have nothing
+    by_head   holes, or one varies along heads: what one head sees says nothing of the others
     """
 
     keep: Any
@@ -82,11 +86,12 @@ class MaskCode:
     tight: bool
     looks: bool
     holes: bool
+    by_head: bool
     source: str
 
     def __repr__(self) -> str:
         """Part of the key of a compiled kernel."""
-        facts = self.has_core, self.tight, self.looks, self.holes
+        facts = self.has_core, self.tight, self.looks, self.holes, self.by_head
         return f"mask {sha256(self.source.encode()).hexdigest()} {facts}"
 
 
@@ -98,7 +103,7 @@ def form_of(bound: Bound) -> MaskForm:
     values = _fields(bound.mask)
     integers = tuple(name for name, value in values if _is_count(name, value))
     fixed = tuple((name, value) for name, value in values if name not in integers)
-    arrays = (ArrayForm(a.dtype, a.shape[2] > 1, a.shape[3] > 1) for a in bound.arrays)
+    arrays = (ArrayForm(a.dtype, *(n > 1 for n in a.shape[1:])) for a in bound.arrays)
     return LeafForm(type(bound.mask), fixed, integers, bound.block, tuple(arrays))
 
 
@@ -136,6 +141,9 @@ def code(form: MaskForm) -> MaskCode:
     span.result = span.interval(lo, hi)
     inner = _core(form, core)
     core.result = "0, 0" if inner is None else core.interval(*inner)
+    arrays = _arrays(form)
+    joined = bool(arrays) and _either(form)
+    holes = joined or any(a.along_m and a.along_n for a in arrays)
     tight = isinstance(form, LeafForm) and form.kind.tight
     source = "\n".join(
         (
@@ -149,8 +157,9 @@ def code(form: MaskForm) -> MaskCode:
         *(made["keep"], made["span"], made["core"]),
         has_core=inner is not None,
         tight=bool(tight),
-        looks=bool(arrays := _arrays(form)),
-        holes=any(array.along_m and array.along_n for array in arrays),
+        looks=bool(arrays),
+        holes=holes,
+        by_head=holes or any(array.along_h for array in arrays),
         source=source,
     )
 
@@ -159,6 +168,10 @@ def _arrays(form: MaskForm) -> tuple[ArrayForm, ...]:
     if isinstance(form, LeafForm):
         return form.arrays
     return tuple(array for part in form.parts for array in _arrays(part))
+
+
+def _either(form: MaskForm) -> bool:
+    return isinstance(form, JoinForm) and (form.sign == "|" or any(map(_either, form.parts)))
 
 
 class _Text:
