@@ -33,6 +33,7 @@ LINES = [
     f"backward {SMALL} E5 causal(end)&window(before=5,after=0)",
     f"forward+backward {SMALL} full() dropout=0.1 softcap=30.0 bias=Hq,1,N alibi sinks",
     f"forward {SMALL} lengths(t0) grad",
+    f"backward {SMALL} full() bias=B,1,M,1",
     "decode bfloat16 B1 Hq32 Hk8 M1 N65536 D128 full()",
 ]
 # one spelling of every kind, and compositions
@@ -74,6 +75,7 @@ def test_line_round_trip(line: str) -> None:
         "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() dropout",
         "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() speed=9",
         "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() bias=N,M",
+        "forward float32 B1 Hq1 Hk1 M1 N1 D1 full() bias=Hq,B,M,N",
         "backward float32 B1 Hq1 Hk1 M1 N1 D1 full() grad",
         "decode float32 B1 Hq1 Hk1 M2 N1 D1 full()",
     ],
@@ -188,6 +190,30 @@ def test_features_are_checked(words: str) -> None:
     assert names == {"o", "dq", "dk", "dv"} | ({"dbias"} if "bias" in words else set()) | (
         {"dsinks"} if "sinks" in words else set()
     )
+
+
+@pytest.mark.parametrize(
+    ("axes", "checked"),
+    [("Hq,M,N", True), ("B,Hq,M,N", True), ("B,1,M,N", False), ("1,M,N", False), ("Hq,1,1", True)],
+)
+def test_gradients_of_a_bias_in_a_batch(axes: str, checked: bool) -> None:
+    """Of one entry, or summed over all of them; one wrong number is enough."""
+    case = Case.parse(f"forward+backward float32 B3 Hq4 Hk2 M40 N48 D8 causal(end) bias={axes}")
+    data = Data.of(case)
+    out, known = answer(NOSQUARE, data).out, truths(data)
+    assert all(c.ok for c in check(NOSQUARE, data, out, known))
+    assert out["dbias"].shape == case.bias_shape
+    out["dbias"].reshape(-1)[-1] += 1.0
+    wrong = [c.what for c in check(NOSQUARE, data, out, known) if not c.ok]
+    assert wrong == ["dbias"] * checked
+
+
+def test_gradients_of_sinks_in_a_batch_are_sums() -> None:
+    data = Data.of(Case.parse("backward float32 B3 Hq4 Hk2 M40 N48 D8 full() sinks"))
+    out, known = answer(NOSQUARE, data).out, truths(data)
+    assert {c.what for c in check(NOSQUARE, data, out, known)} == {"dq", "dk", "dv", "dsinks"}
+    out["dsinks"][-1] *= 1.1
+    assert [c.what for c in check(NOSQUARE, data, out, known) if not c.ok] == ["dsinks"]
 
 
 def test_torch_with_another_dropout_rate_is_caught() -> None:

@@ -58,8 +58,11 @@ def test_choosing_suites() -> None:
     ("arguments", "text"),
     [
         (("prefil,decode", None, False),
-         "There is no such suite.\n  suite  'prefil'\n  known  prefill, training, decode, dropout, "
-         "bias, fp32, gqa, window, varlen\n  Try: --suite prefill,training,decode."),
+         "There is no such suite.\n  suite     'prefil'\n  known     prefill, training, decode, "
+         "dropout, bias, fp32, gqa, window, varlen\n  portable  portable_forward, "
+         "portable_backward, portable_dropout_forward, portable_dropout_backward, "
+         "portable_float32_forward, portable_float32_backward, portable_bias\n"
+         "  Try: --suite prefill,training,decode."),
         (("dropout", None, True),
          "This suite has no quick cases.\n  suite  dropout\n  quick  prefill, training, decode, "
          "fp32\n  Try: the same without --quick."),

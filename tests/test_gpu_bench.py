@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nosquare import records
-from nosquare.bench import contestants, cuda, experiment, ncu, record, traffic
+from nosquare.bench import contestants, cuda, experiment, ncu, portable, record, traffic
 from nosquare.bench.cases import DRAWN_ON_CPU, Case, Data
 from nosquare.bench.check import check, truths
 from nosquare.bench.clocks import FLUSH_BYTES, CudaClock
@@ -133,6 +134,19 @@ def test_flex_is_right(clock: CudaClock, words: str) -> None:
         entry = ask(clock, f"{phase} bfloat16 {SIZES} {words}", "flex").entries[0]
         assert not entry.refused
         assert entry.samples_us
+
+
+@pytest.mark.parametrize("line", portable.LINES, ids=lambda line: line.name)
+def test_lines_of_portable_are_answered_by_all_of_their_contestants(
+    clock: CudaClock, line: portable.Line
+) -> None:
+    for text in (line.cases[0], line.cases[-1]):
+        case = replace(Case.parse(text), B=2, Hq=4, Hk=4, M=256, N=256)
+        found = measure(case, named(line.peers), FEW, clock=clock, suite=line.name)
+        for entry in found.entries:
+            assert entry.samples_us, entry.refused
+            assert {c.what for c in entry.checks} >= ({"dbias"} if case.bias else set())
+        assert portable.outcome(found).ratio > 0
 
 
 def test_decoding(clock: CudaClock) -> None:

@@ -1,4 +1,4 @@
-"""README's table of what the CPU kernels are held to: from records, one for each processor."""
+"""README's tables of what kernels are held to: from records, one for each processor and card."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import nosquare as ns
+from nosquare.bench import portable
 from nosquare.bench.aims import HEADS, SUITES
 from nosquare.report.readme import Wanted, faults, filled
-from report_helpers import CPU, SOFTWARE, bench, contestant, write
+from nosquare.report.run import report
+from report_helpers import CPU, GPU, SOFTWARE, bench, contestant, write
 
 MARKER = "<!-- records: made aims -->\n<!-- /records -->\n"
 FORWARD = "forward float32 B1 Hq8 Hk8 M{n} N{n} D64 causal(start)"
@@ -129,5 +131,72 @@ def test_no_record_of_a_line(tmp_path: Path) -> None:
     with pytest.raises(ns.ArgumentError) as caught:
         filled(MARKER, tmp_path)
     assert caught.value.sentence == "No record is what this marker asks for."
-    assert caught.value.values["suites"] == ", ".join(s.name for s in SUITES)
+    known = [*(s.name for s in SUITES), *portable.BY_NAME]
+    assert caught.value.values["suites"] == ", ".join(known)
     assert Wanted.parse("cpu aims on Blue") == Wanted("cpu", "aims", (), "torch", "Blue")
+
+
+# ---- cards ----
+
+SQUARE = "forward bfloat16 B{b} Hq32 Hk32 M{n} N{n} D64 {mask}"
+BIASED = "forward+backward bfloat16 B8 Hq16 Hk16 M2048 N2048 D128 full() bias=B,Hq,M,N"
+
+
+def held(suite: str, case: str, ratio: float | None, against: str = "torch:flash",
+         mine: Sequence[float] = (1e-3,), **more: Any) -> dict[str, Any]:  # fmt: skip
+    """The peer takes 1 ms, cuDNN half of it, triton_any 1 ms over the ratio."""
+    own = (
+        contestant("nosquare:triton_any", refused="wrong: o")
+        if ratio is None
+        else contestant("nosquare:triton_any", [1000.0 / ratio] * 7, errors=errors(*mine))
+    )
+    peers = [contestant(against, [1000.0] * 7, errors=errors(2e-3))]
+    peers += [contestant("torch:cudnn", [500.0] * 7)] * (against == "torch:flash")
+    return bench(case, [own, *peers], suite=suite, machine=GPU, device="cuda", **more)
+
+
+def test_the_table_of_a_card_by_hand(tmp_path: Path) -> None:
+    """Ratios 1 and 4, one that was not timed: mean 2 and one below. 2 * 256 * 32 * 512^2 * 128
+    flops of 16,384 tokens in 1 ms are 69 TFLOP/s."""
+    case = SQUARE.format(b=32, n=512, mask="full()")
+    causal = [SQUARE.format(b=16384 // n, n=n, mask="causal(end)") for n in (512, 16384)]
+    write(tmp_path, [
+        held("portable_forward", case, 1.0),
+        held("portable_forward", causal[0], 4.0, mine=(5e-3,)),
+        held("portable_forward", causal[1], None, utc="2026-12-02T00:00:00Z"),
+        held("portable_bias", BIASED, 1.5, "torch:efficient"),
+        held("prefill", case, 9.0),
+    ])  # fmt: skip
+    text = filled(MARKER, tmp_path)
+    (table,) = tables(text)
+    assert table == [
+        list(portable.HEADS),
+        ["bf16 forward, 16,384 tokens, N 512 to 16384", "torch:flash", "1.00", "4.00", "-", "-",
+         "2.00 (1.15; 2 of 3 below)", "1.00", "69 to 275", "2.50"],
+        ["bf16 forward + backward, a bias that learns, 16,384 tokens, N 2048", "torch:efficient",
+         "-", "-", "1.50", "-", "1.50 (1.2)", "-", "1443", "0.50"],
+    ]  # fmt: skip
+    assert ("NVIDIA H200, torch 2.13.0, 2026-12-01 to 2026-12-02 "
+            "(docs/records/made.jsonl:1-4):") in text  # fmt: skip
+    assert text.count(f"Cells: {portable.SAID}.") == 1
+    assert "with 1 thread" not in text
+
+
+def test_a_changed_record_changes_the_table_of_a_card(tmp_path: Path) -> None:
+    case = SQUARE.format(b=32, n=512, mask="full()")
+    write(tmp_path, [held("portable_forward", case, 2.0), duel("dense", DROPPED, 5.0)])
+    right = filled(MARKER, tmp_path)
+    assert len(tables(right)) == 2  # a processor's and a card's
+    assert faults("R.md", right, tmp_path) == []
+    write(tmp_path, [held("portable_forward", case, 1.1), duel("dense", DROPPED, 5.0)])
+    (fault,) = faults("R.md", right, tmp_path)
+    assert "2.00 (1.15)" in fault.splitlines()[1]
+    assert "1.10 (1.15; 1 of 1 below)" in fault.splitlines()[3]
+
+
+def test_the_page_takes_records_without_nosquare_as_it_chooses(tmp_path: Path) -> None:
+    write(tmp_path, [held("portable_bias", BIASED, 1.5, "torch:efficient")])
+    assert report(tmp_path / "page.html", tmp_path) == 0
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "a bias that learns" in page
+    assert "nosquare:triton_any" in page

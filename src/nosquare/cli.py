@@ -135,7 +135,7 @@ def bench_cuda(
         str,
         typer.Option(
             help="Suites by commas: prefill, training, decode, dropout, bias, fp32, gqa, window, "
-            "varlen; all."
+            "varlen; all of these. Or portable, what triton_any is held to."
         ),
     ] = "",
     case: Annotated[str | None, typer.Option(help="One case, as bench/cases.py spells it.")] = None,
@@ -151,11 +151,14 @@ def bench_cuda(
         bool, typer.Option("--warm", help="Leave inputs in the L2 cache between samples.")
     ] = False,
     record: Annotated[bool, typer.Option(help="Append the samples to docs/records.")] = True,
+    name: Annotated[
+        str, typer.Option(help="The file of records: docs/records/NAME.jsonl.")
+    ] = "cuda",
 ) -> None:
     """Compare nosquare with everybody else on this card."""
     from .bench.cuda import bench_cuda as run
 
-    raise typer.Exit(run(suite, case, peers, quick, record, warm))
+    raise typer.Exit(run(suite, case, peers, quick, record, warm, name))
 
 
 @bench_app.command("traffic")

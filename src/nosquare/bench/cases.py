@@ -7,7 +7,7 @@
 E is left out where it equals D. The mask is spelled as str(mask) spells it; its arrays t0, t1, ...
 are made from the seed (see Data.of). Features:
 
-    dropout=p  softcap=x  bias=axes (Hq or 1, M or 1, N or 1)  alibi  sinks
+    dropout=p  softcap=x  bias=axes (B or none, Hq or 1, M or 1, N or 1)  alibi  sinks
     grad       forward alone, of inputs that require gradients
 """
 
@@ -121,19 +121,24 @@ class Case:
         rows = self.B * self.Hq * self.M * (self.D + self.E)
         return rows + self.B * self.Hk * self.N * (self.D + self.E)
 
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        """Of the bias: (Hq | 1, M | 1, N | 1), or one for each entry; None where there is none."""
+        sizes = {"B": self.B, "Hq": self.Hq, "M": self.M, "N": self.N, "1": 1}
+        return tuple(sizes[axis] for axis in self.bias.split(",")) if self.bias else None
+
     def problem(self, learns: bool | None = None) -> Problem:
         """What is asked, without any array: those of its mask count as hiding nothing.
 
         learns  whether gradients are wanted; None: as the case says
         """
-        axes = {"Hq": self.Hq, "M": self.M, "N": self.N, "1": 1}
         learns = self.wants_grads or self.grad if learns is None else learns
         return contiguous(
             {name: int(getattr(self, name)) for name in _SIZES},
             self.dtype,
             self.mask,
             softcap=self.softcap,
-            bias=tuple(axes[a] for a in self.bias.split(",")) if self.bias else None,
+            bias=self.bias_shape,
             sinks=(self.Hq,) if self.sinks else None,
             alibi=(self.Hq,) if self.alibi else None,
             p=self.dropout,
@@ -169,7 +174,7 @@ def _read(words: list[str]) -> Case:
             more[feature] = True
         elif feature in ("dropout", "softcap"):
             more[feature] = float(value)
-        elif feature == "bias" and re.fullmatch("(Hq|1),(M|1),(N|1)", value):
+        elif feature == "bias" and re.fullmatch("(B,)?(Hq|1),(M|1),(N|1)", value):
             more[feature] = value
         else:
             raise ValueError(f"{word!r} is not a feature")
@@ -219,8 +224,7 @@ class Data:
             return drawn.to(dtype).to(device)
 
         mask = parse(c.mask, [t.to(device) for t in mask_arrays(c, random)])
-        sizes = {"Hq": c.Hq, "M": c.M, "N": c.N, "1": 1}
-        bias = normal(*(sizes[a] for a in c.bias.split(","))) if c.bias else None
+        bias = None if c.bias_shape is None else normal(*c.bias_shape)
         q, k = normal(c.B, c.Hq, c.M, c.D), normal(c.B, c.Hk, c.N, c.D)
         v, do = normal(c.B, c.Hk, c.N, c.E), normal(c.B, c.Hq, c.M, c.E)
         alibi = 0.5 ** torch.arange(1.0, c.Hq + 1, device=device) if c.alibi else None
@@ -256,8 +260,9 @@ class Data:
             array[b : b + 1] if kind in ("lengths", "q_ids", "k_ids") else array
             for (kind, _), array in zip(_arrays(c.mask), self.mask.tensors, strict=True)
         ]
+        bias = self.bias if self.bias is None or self.bias.ndim == 3 else self.bias[b : b + 1]
         heads = {name: cut_heads(t, h, c) for name, t in
-                 (("bias", self.bias), ("alibi", self.alibi), ("sinks", self.sinks))}  # fmt: skip
+                 (("bias", bias), ("alibi", self.alibi), ("sinks", self.sinks))}  # fmt: skip
         one = slice(b, b + 1), slice(key_head, key_head + 1)
         q, do = self.q[one[0], h], self.do[one[0], h]
         k, v = self.k[one], self.v[one]
@@ -266,8 +271,11 @@ class Data:
 
 
 def cut_heads(t: Tensor | None, h: slice, case: Case) -> Tensor | None:
-    """The heads h of a bias, of slopes or of sinks."""
-    return t if t is None or t.shape[0] != case.Hq else t[h]
+    """The heads h of a bias ([B,] Hq | 1, M | 1, N | 1), of slopes or of sinks (Hq,)."""
+    if t is None:
+        return None
+    axis = max(t.ndim - 3, 0)
+    return t if t.shape[axis] != case.Hq else t[(slice(None),) * axis + (h,)]
 
 
 def _arrays(spelling: str) -> list[tuple[str, int]]:

@@ -23,8 +23,9 @@ dtype may round as often more as that takes (Contestant.roundings); its check sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,12 +137,9 @@ def _checks(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth],
     if roundings:
         how += f"; gradients may round {roundings:.1f} times more, summed in their own dtype"
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for truth in known:
-        mine = _part_of(out, data.case, truth)
-        for name in mine:
-            more = roundings if name != "o" else 0.0
-            pair = _compare(mine[name], truth.right[name], truth.plain[name], data.case, more)
-            pairs.setdefault(name, []).append(pair)
+    for name, mine, right, plain in _pieces(out, data.case, known):
+        more = roundings if name != "o" else 0.0
+        pairs.setdefault(name, []).append(_compare(mine, right, plain, data.case, more))
     # the worst is the one nearest to its bound, or NaN
     worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
     return [Check(name, error, bound, how) for name, (error, bound) in worst.items()]
@@ -151,10 +149,9 @@ def errors(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth]) -> lis
     """How far an answer `out` is from what is known to be right, over all parts of it together."""
     apart: dict[str, list[Tensor]] = {}
     right: dict[str, list[Tensor]] = {}
-    for truth in known:
-        for name, mine in _part_of(out, data.case, truth).items():
-            apart.setdefault(name, []).append((mine.double() - truth.right[name]).flatten())
-            right.setdefault(name, []).append(truth.right[name].flatten())
+    for one in _pieces(out, data.case, known):
+        apart.setdefault(one.name, []).append((one.mine.double() - one.right).flatten())
+        right.setdefault(one.name, []).append(one.right.flatten())
     return [_errors(name, torch.cat(apart[name]), torch.cat(right[name])) for name in apart]
 
 
@@ -195,19 +192,60 @@ def _rows(data: Data, every_row: bool) -> Tensor:
 
 
 def _heads(data: Data) -> list[tuple[int, int]]:
-    """The (entry, key head) that are looked at: spread evenly, the last always among them."""
+    """The (entry, key head) that are looked at: spread evenly, the last always among them; and,
+    where gradients are sums over the batch and that is not too much, the last head of all entries.
+    """
     case, count = data.case, SAMPLED_HEADS
+    worth = GRADIENT_ELEMENTS[data.device.type != "cpu"] // (case.G * case.M * case.N)
     if case.wants_grads:
-        worth = GRADIENT_ELEMENTS[data.device.type != "cpu"]
-        count = min(max(worth // (case.G * case.M * case.N), 1), count)
+        count = min(max(worth, 1), count)
     every = case.B * case.Hk
     count = min(count, every)
-    numbers = [every - 1 - n * every // count for n in range(count)]
-    return [divmod(n, case.Hk) for n in numbers]
+    found = [divmod(every - 1 - n * every // count, case.Hk) for n in range(count)]
+    if case.wants_grads and _summed_names(case) and worth >= case.B:
+        found += [(b, case.Hk - 1) for b in reversed(range(case.B))]
+    return [*dict.fromkeys(found)]
+
+
+def _summed_names(case: Case) -> list[str]:
+    """The gradients that are sums over the batch, and of one key head's group alone."""
+    summed = _bias_apart(case) and not case.bias.startswith("B")
+    return ["dbias"] * summed + ["dsinks"] * case.sinks
+
+
+def _bias_apart(case: Case) -> bool:
+    """Whether there is a bias, and each key head's group has its own."""
+    return bool(case.bias) and (case.bias.split(",")[-3] == "Hq" or case.Hk == 1)
+
+
+class _Piece(NamedTuple):
+    """A part of a contestant's answer, what is right there, and what float32 makes of it."""
+
+    name: str
+    mine: Tensor
+    right: Tensor
+    plain: Tensor
+
+
+def _pieces(out: Mapping[str, Tensor], case: Case, known: Sequence[Truth]) -> Iterator[_Piece]:
+    """All of an answer that the truths are about."""
+    for truth in known:
+        for name, mine in _part_of(out, case, truth).items():
+            yield _Piece(name, mine, truth.right[name], truth.plain[name])
+    for head in dict.fromkeys(truth.key_head for truth in known):
+        alike = [truth for truth in known if truth.key_head == head]
+        for name in _summed_names(case) if len(alike) == case.B else ():
+            group = slice(head * case.G, (head + 1) * case.G)
+            if (own := cut_heads(out.get(name), group, case)) is not None:
+                right, plain = (
+                    torch.stack([one[name] for one in which]).sum(0)
+                    for which in ([t.right for t in alike], [t.plain for t in alike])
+                )
+                yield _Piece(name, own, right, plain)
 
 
 def _part_of(out: Mapping[str, Tensor], case: Case, truth: Truth) -> dict[str, Tensor]:
-    """The same part of a contestant's answer; of sums over the batch (dbias, dsinks) for B = 1."""
+    """The same part of a contestant's answer, but for what is summed over the batch."""
     b, h = slice(truth.entry, truth.entry + 1), truth.key_head
     group, own = slice(h * case.G, (h + 1) * case.G), slice(h, h + 1)
     found = {}
@@ -218,8 +256,8 @@ def _part_of(out: Mapping[str, Tensor], case: Case, truth: Truth) -> dict[str, T
             found[name] = t[b, group]
         elif name in ("dk", "dv"):
             found[name] = t[b, own]
-        elif case.B == 1 and (name == "dsinks" or case.bias.startswith("Hq") or case.Hk == 1):
-            cropped = cut_heads(t, group, case)
+        elif name == "dbias" and case.bias.startswith("B") and _bias_apart(case):
+            cropped = cut_heads(t[b], group, case)
             assert cropped is not None
             found[name] = cropped
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import records
 from ..errors import ArgumentError, UnsupportedError
-from . import record, table
+from . import portable, record, table
 from .cases import FLOP_CONVENTION, Case
 from .clocks import Clock, CudaClock
 from .contestants import Contestant
@@ -24,16 +24,22 @@ if TYPE_CHECKING:
 FEW = "nosquare,torch,torch:cudnn,torch:flash,fa3,flash_attn"
 MANY = f"{FEW},torch:efficient,torch:math"
 WITH_FLEX = f"{MANY},flex"  # which compiles for some 10 s a case
+FULL, QUICK = Rounds(7, 100, 1.2), Rounds(3, 40, 0.4)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases that belong together, and who is asked unless --peers says otherwise."""
+    """Cases that belong together, and who is asked unless --peers says otherwise.
+
+    subject  whose answers have to be right
+    """
 
     title: str
     cases: tuple[str, ...]
     quick: tuple[str, ...]
     peers: str = MANY
+    rounds: Rounds = FULL
+    subject: str = table.OURS
 
 
 def _long(phase: str, dtype: str = "bfloat16") -> tuple[str, ...]:
@@ -107,6 +113,12 @@ SUITES = {
         WITH_FLEX,
     ),
 }  # fmt: skip
+# What triton_any is held to: asked for by name, not among the suites of a plain run.
+PORTABLE = {
+    line.name: Suite(line.title, line.cases, line.quick, line.peers, portable.ROUNDS,
+                     portable.SUBJECT)
+    for line in portable.LINES
+}  # fmt: skip
 
 
 def bench_cuda(
@@ -120,14 +132,15 @@ def bench_cuda(
 ) -> int:
     """Compare nosquare with its peers on this card, print tables, keep the evidence.
 
-    suites  names joined by commas; "": all (quick: those with a quick case)
+    suites  names joined by commas, "portable" for all those of portable.py; "": all the others
+            (quick: those with a quick case)
     case    one line of the grammar in bench/cases.py, instead of suites
     peers   contestants joined by commas, or "all"; "": those of the suite
     quick   fewer cases and rounds, about a minute
     keep    append the records to docs/records/<name>.jsonl
     warm    leave the inputs in the L2 cache between samples
 
-    Returns 0 when all of nosquare's answers were right, else 1.
+    Returns 0 when all of nosquare's answers (of triton_any's, in portable.py) were right, else 1.
     Raises ArgumentError for a case, a suite or a contestant that is not one; UnsupportedError where
     torch sees no card.
     """
@@ -138,25 +151,34 @@ def bench_cuda(
 
     console = Console(highlight=False)
     clock = CudaClock(cold=not warm)
-    rounds = Rounds(3, 40, 0.4) if quick else Rounds(7, 100, 1.2)
-    plan = [(key, suite.title, [Case.parse(x) for x in (suite.quick if quick else suite.cases)],
+    plan = [(key, suite, [Case.parse(x) for x in (suite.quick if quick else suite.cases)],
              asked or named(suite.peers)) for key, suite in chosen.items()]  # fmt: skip
-    _introduce(console, clock)
-    right, path = True, None
+    around = records.surroundings(clock.device)
+    _introduce(console, clock, around)
+    if held := [case for key, suite, cases, contenders in plan for case in cases
+                if key in PORTABLE and suite.subject in [c.name for c in contenders]]:  # fmt: skip
+        portable.compile_ahead(console, held, clock.device)
+    right, path, every = True, None, list[Result]()
     with progress(console, sum(len(cases) for _, _, cases, _ in plan)) as (tick, step):
-        for key, title, cases, contenders in plan:
-            results = []
+        for key, suite, cases, contenders in plan:
+            results, rounds = [], QUICK if quick else suite.rounds
             for item in cases:
                 step(str(item))
                 result = _measure(item, contenders, rounds, tick, key, clock)
                 if keep:  # at once: what an interrupted run measured is kept
-                    line = record.of(result, records.surroundings(clock.device))
+                    line = record.of(result, around)
                     path = records.append(records.folder(), name, [line], record.SCHEMA)
                 results.append(result)
                 right = right and not any(
-                    e.refused for e in result.entries if e.contestant == table.OURS
+                    e.refused for e in result.entries if e.contestant == suite.subject
                 )
-            table.show(console, results, title)
+            if key in PORTABLE:
+                portable.show(console, portable.BY_NAME[key], results)
+                every += results
+            else:
+                table.show(console, results, suite.title)
+    if every:
+        portable.summary(console, every)
     if path is not None:
         console.print(f"\nRecords: docs/records/{path.name}")
     if not right:
@@ -184,21 +206,24 @@ def chosen_suites(suites: str, case: str | None, quick: bool) -> dict[str, Suite
             )
         line = str(Case.parse(case))
         return {"-": Suite("your case", (line,), (line,), WITH_FLEX)}
-    names = [word.strip() for word in suites.split(",")] if suites else list(SUITES)
-    if wrong := [name for name in names if name not in SUITES]:
+    known, names = SUITES | PORTABLE, list[str]()
+    for word in [word.strip() for word in suites.split(",")] if suites else SUITES:
+        names += PORTABLE if word == portable.GROUP else [word]
+    if wrong := [name for name in names if name not in known]:
         raise ArgumentError(
             "There is no such suite.",
-            {"suite": ", ".join(map(repr, wrong)), "known": ", ".join(SUITES)},
+            {"suite": ", ".join(map(repr, wrong)), "known": ", ".join(SUITES),
+             portable.GROUP: ", ".join(PORTABLE)},
             f"--suite {','.join(list(SUITES)[:3])}.",
-        )
-    empty = [name for name in names if quick and not SUITES[name].quick]
+        )  # fmt: skip
+    empty = [name for name in names if quick and not known[name].quick]
     if suites and empty:
         raise ArgumentError(
             "This suite has no quick cases.",
             {"suite": ", ".join(empty), "quick": ", ".join(n for n in SUITES if SUITES[n].quick)},
             "the same without --quick.",
         )
-    return {name: SUITES[name] for name in dict.fromkeys(names) if name not in empty}
+    return {name: known[name] for name in dict.fromkeys(names) if name not in empty}
 
 
 def need_cuda() -> None:
@@ -211,8 +236,7 @@ def need_cuda() -> None:
         )
 
 
-def _introduce(console: Console, clock: Clock) -> None:
-    around = records.surroundings(clock.device)
+def _introduce(console: Console, clock: Clock, around: Mapping[str, Any]) -> None:
     card, software, words = around["machine"]["gpu"], around["software"], clock.words()
     limit = f", power limit {card['power_limit_w']:.0f} W" if card["power_limit_w"] else ""
     console.print(

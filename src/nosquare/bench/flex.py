@@ -62,7 +62,7 @@ def mask_mod(bound: Bound) -> Indexed:
 def score_mod(data: Data) -> Indexed:
     """Softcap, alibi and bias in FlexAttention's form: (score, b, h, i, j) -> score."""
     c, softcap, slopes = data.case, data.case.softcap, data.alibi
-    bias = None if data.bias is None else _reader(data.bias[None])
+    bias = None if data.bias is None else _reader(data.bias[(None,) * (4 - data.bias.ndim)])
 
     def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         if softcap is not None:

@@ -49,17 +49,24 @@ def show(console: Console, suite: Suite, results: Sequence[Result]) -> None:
 
 def summary(console: Console, results: Sequence[Result]) -> None:
     """Print the whole table, as README has it."""
+    print_table(console, HEADS, lines([outcome(r) for r in results]), SAID)
+
+
+def print_table(
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], said: str
+) -> None:
+    """Print a table of ratios, and what is said about them below it."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in HEADS:
+    for name in heads:
         table.add_column(name)
-    for cells in lines([outcome(r) for r in results]):
+    for cells in rows:
         table.add_row(*cells)
     console.print()
     console.print(table)
-    console.print(f"Ratios: {SAID}.")
+    console.print(f"Ratios: {said}.")
 
 
 def outcome(result: Result) -> Outcome:

@@ -53,7 +53,7 @@ def show(console: Console, results: Sequence[Result], title: str) -> None:
     for contestant, kernels in ran.items():
         if contestant in (OURS, "torch"):  # the others have said it by their names
             console.print(f"{contestant} ran: {'; '.join(sorted(kernels))}", markup=False)
-    _show_refusals(console, names, results)
+    show_refusals(console, names, results)
     ratios = {n: _ratio(r, r.of(OURS)) for n, r in zip(names, results, strict=True) if _has(r)}
     known = {name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)}
     if known:
@@ -97,7 +97,8 @@ def _show_case(console: Console, name: str, result: Result) -> None:
     console.print(table)
 
 
-def _show_refusals(console: Console, names: Sequence[str], results: Sequence[Result]) -> None:
+def show_refusals(console: Console, names: Sequence[str], results: Sequence[Result]) -> None:
+    """Print each reason once, with the cases that it meets."""
     why: dict[tuple[str, str], list[str]] = {}
     for name, result in zip(names, results, strict=True):
         for entry in result.entries:

@@ -261,12 +261,12 @@ def compile_plans(
 
 def stand_ins(case: Case) -> Inputs:
     """What a case has beside q, k and v, without numbers: on the meta device."""
-    c, sizes = case, {"Hq": case.Hq, "M": case.M, "N": case.N, "1": 1}
+    c = case
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    bias = empty(*(sizes[a] for a in c.bias.split(",")), dtype=c.dtype) if c.bias else None
+    bias = None if c.bias_shape is None else empty(*c.bias_shape, dtype=c.dtype)
     sinks, alibi = (empty(c.Hq) if there else None for there in (c.sinks, c.alibi))
     seed = empty(dtype=torch.int64) if c.dropout else None
     arrays = tuple(t.to("meta") for t in mask_arrays(c, torch.Generator()))

@@ -1,40 +1,63 @@
-"""README's table of what the CPU kernels are held to (bench/aims.py), one for each processor."""
+"""README's tables of what kernels are held to: those for CPUs (bench/aims.py), one for each
+processor, and triton_any (bench/portable.py), one for each card."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ..bench import portable
 from ..bench.aims import HEADS, SAID, SUITES, Outcome, error_ratio, lines, thread_counts
 from ..bench.ceiling import Ceiling
 from .evidence import Bench, Entry, places
 
 MINE, THEIRS = "nosquare", "torch"
-NAMES = tuple(suite.name for suite in SUITES)
+NAMES = (*(suite.name for suite in SUITES), *portable.BY_NAME)
 
 
 def tables(cases: Sequence[Bench]) -> list[str]:
-    """Lines of Markdown: for each processor, of the torch that it was last measured with, a table
-    of the newest record of each case. cases: of the suites NAMES, at least one."""
+    """Lines of Markdown: for each processor or card, of the torch that it was last measured with, a
+    table of the newest record of each case. cases: of the suites NAMES, at least one."""
+    held = [b for b in cases if b.suite in portable.BY_NAME]
     found: list[str] = []
+    for here in _places([b for b in cases if b not in held]):
+        outcomes = [outcome(b) for b in here]
+        counts = " / ".join(map(str, thread_counts(outcomes)))
+        more = f", with {counts} thread{'s' * (counts != '1')}"
+        found += _table(_where(here, more), HEADS, lines(outcomes))
+    found += [f"Cells: {SAID}.", ""] if found else []
+    for here in _places(held):
+        rows = portable.lines([on_card(b) for b in here])
+        found += _table(_where(here, ""), portable.HEADS, rows)
+    return [*found, *([f"Cells: {portable.SAID}.", ""] if held else [])]
+
+
+def _places(cases: Sequence[Bench]) -> Iterator[list[Bench]]:
+    """The cases of each processor or card, of the torch that it was last measured with."""
     for processor in dict.fromkeys(b.processor for b in cases):
         here = [b for b in cases if b.processor == processor]
         last = max(here, key=lambda b: (b.source.utc, b.source.line))
-        here = [b for b in here if _torch(b) == _torch(last)]
-        outcomes = [outcome(b) for b in here]
-        counts = " / ".join(map(str, thread_counts(outcomes)))
-        threads = f"{counts} thread{'s' * (counts != '1')}"
-        days = dict.fromkeys((min(b.source.utc for b in here)[:10], last.source.utc[:10]))
-        found += [
-            f"{processor}, with {threads}, torch {_torch(last)}, {' to '.join(days)} "
-            f"(docs/records/{places(b.source for b in here)}):",
-            "",
-            f"| {' | '.join(HEADS)} |",
-            "|---" * len(HEADS) + "|",
-            *(f"| {' | '.join(cells)} |" for cells in lines(outcomes)),
-            "",
-        ]
-    return [*found, f"Cells: {SAID}.", ""]
+        yield [b for b in here if _torch(b) == _torch(last)]
+
+
+def _where(here: Sequence[Bench], more: str) -> str:
+    days = sorted(b.source.utc[:10] for b in here)
+    return (
+        f"{here[0].processor}{more}, torch {_torch(here[0])}, "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))} "
+        f"(docs/records/{places(b.source for b in here)}):"
+    )
+
+
+def _table(where: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        where,
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+        "",
+    ]
 
 
 def _torch(bench: Bench) -> str:
@@ -42,17 +65,28 @@ def _torch(bench: Bench) -> str:
 
 
 def outcome(bench: Bench) -> Outcome:
-    """A record as a part of its line."""
+    """A record as a part of its line, of a CPU."""
     mine, theirs = bench.entries[MINE], bench.entries[THEIRS]
     ours_us, theirs_us = _median_us(mine), _median_us(theirs)
     roof, share = bench.data["ceiling"], math.nan
     if roof is not None:
         ceiling = Ceiling(roof["gemm_flops_per_s"], roof["read_bytes_per_s"])
         share = ceiling.share(bench.case, bench.flops, ours_us)
-    errors = ({e["what"]: e["rms"] for e in one.errors} for one in (mine, theirs))
+    errors = (_errors(one) for one in (mine, theirs))
     ran = mine.ran if mine.samples_us else ""
     return Outcome(bench.suite, bench.case, bench.data["machine"]["threads"], theirs_us / ours_us,
                    share, error_ratio(bench.case, *errors), ran)  # fmt: skip
+
+
+def on_card(bench: Bench) -> portable.Outcome:
+    """A record as a part of its line, of a card."""
+    medians_us = {name: _median_us(one) for name, one in bench.entries.items()}
+    errors = {name: _errors(one) for name, one in bench.entries.items()}
+    return portable.Outcome.of(bench.suite, bench.case, bench.flops, medians_us, errors)
+
+
+def _errors(entry: Entry) -> dict[str, float]:
+    return {e["what"]: e["rms"] for e in entry.errors}
 
 
 def _median_us(entry: Entry) -> float:

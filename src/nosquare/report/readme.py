@@ -6,7 +6,8 @@
 
     FILE suites [against WHO] [on MACHINE]         a row for each suite: mean of the ratios
     FILE cases SUITES [against WHO] [on MACHINE]   a row for each case: times, ratio, peaks
-    FILE aims [on MACHINE]                         what bench/aims.py aims at, for each processor
+    FILE aims [on MACHINE]                         what bench/aims.py and bench/portable.py aim at,
+                                                   for each processor and card
     FILE verify                                    a row for each function that was verified
 
 FILE names a file of records; SUITES are joined by commas. WHO is torch where left out; `best` is,
