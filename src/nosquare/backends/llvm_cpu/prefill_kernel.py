@@ -9,30 +9,27 @@ is query r // G of head r % G). Its keys come in blocks of a few panels of 64:
     u += p v                 v in place (16-bit v packed beforehand)
 
 and at the end o = u / l, lse = m + ln l (Milakov and Gimelshein 2018; Dao et al. 2022). A group is
-6 rows, whose sums stay in vector registers, or 32, multiplied by AMX (tile_products.py). What it
-sees of a panel is known before the product: nothing (skipped), all, or 64 bits a row.
+6 rows, whose sums stay in vector registers, or 32, multiplied by AMX (tile_products.py), and then
+two groups take turns. What a group sees of a panel is known before the product: nothing (skipped),
+all, or 64 bits a row.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 from . import elementary, scores
 from .bits import to_bf16, word_of
 from .call import Args, Form, LeafForm
 from .ir import Function, Module, Value
-from .prefill_packing import (
-    PANEL,
-    Sizes,
-    copy_row,
-    v_place,
-    vectors,
-    write_pack,
-)
+from .prefill_packing import PANEL, Sizes, copy_row, v_place, vectors, write_pack
 from .prefill_rows import ALL, MINUS_INF, NONE, SOME, Rows, Scratch
 from .products import Matrix, Sums, column_blocks, product
-from .tile_products import Columns, write_values
+from .tile_products import Columns, Values
 from .tiles import Tiles
 from .visible import Place, visible
 
@@ -47,9 +44,7 @@ def write(form: Form, sizes: Sizes) -> Module:
     """
     made = Module()
     write_pack(made, form, sizes)
-    if sizes.tiled:
-        write_values(made, sizes)
-    else:
+    if not sizes.tiled:
         _write_products(made, sizes)
     f = made.function("tile", block="i64*", item="i64", worker="i64")
     block, item, _ = f.parameters
@@ -76,12 +71,20 @@ def _write_products(made: Module, sizes: Sizes) -> None:
 
 
 class _Range(NamedTuple):
-    """Keys outside lo <= j < hi are visible to none of 6 rows, those inside the core to all."""
+    """Keys outside lo <= j < hi are visible to no row of a group, those inside the core to all."""
 
     lo: Value
     hi: Value
     core_lo: Value
     core_hi: Value
+
+
+class _Turn(NamedTuple):
+    """A group of rows, the first key of a block, and the group's own part of scratch memory."""
+
+    g: Value
+    j: Value
+    x: Scratch
 
 
 @dataclass
@@ -120,50 +123,82 @@ class _Tile:
                 lo.value, hi.value = f.min(lo.value, keys.lo), f.max(hi.value, keys.hi)
         first, end = lo.value // PANEL * PANEL, hi.value
         if sizes.tiled:
-            self._tiled_blocks(first, end)
+            self._turns(first, end)
         else:
             self._blocks(first, end)
         with f.loop(0, count) as r:
             self._finish(r)
 
     def _blocks(self, first: Value, end: Value) -> None:
-        f, x = self.f, self.x
-        with f.loop(first, end, self.sizes.block) as j:
-            self._look(x, j)
+        f, x, sizes = self.f, self.x, self.sizes
+        with f.loop(first, end, sizes.block) as j:
+            self._forget(x)
+            with f.loop(0, self.groups) as g:
+                self._look(_Turn(g, j, x.group(sizes, g, g)._replace(seen=x.seen)))
             self._products(j)
-            with f.loop(0, self.groups * self.sizes.group, 2) as r:
+            with f.loop(0, self.groups * sizes.group, 2) as r:
                 self.rows.softmax(x, r, j)
-            with f.loop(0, self.sizes.panels) as p:
+            with f.loop(0, sizes.panels) as p:
                 self._values(p, j + p * PANEL)
 
-    def _tiled_blocks(self, first: Value, end: Value) -> None:
-        """While the scores of one block become weights, AMX multiplies those of the next, a few
-        columns for every few rows: it has its own unit, and would have nothing to do."""
+    def _turns(self, first: Value, end: Value) -> None:
+        """The blocks on AMX, which has a unit of its own: while vectors make the weights of one
+        group, it multiplies for the other, first the values of the turn before, then the scores of
+        the turn after. A step of a product and a few rows alternate.
+
+            turn         -1      0       1       2       3       4
+            group                0       1       0       1
+            block                0       0       1       1
+            vectors              p 0     p 1     p 2     p 3             weights p of scores s
+            AMX                          u 0     u 1     u 2     u 3     u += p v
+                         s 0     s 1     s 2     s 3                     s = q k^T
+
+        What turn t has of its block is in slot t & 1: it has been used up just before that of turn
+        t + 2 comes. A turn that is not there sees nothing. A group alone needs its values before
+        its next weights, which may rescale u: then all rows are left to the time of the scores.
+        """
         f, sizes = self.f, self.sizes
         tiles = Tiles(f, sizes.target)
-        columns = Columns(tiles, sizes, self.x.q)
+        scores, values = Columns(tiles, sizes), Values(tiles, sizes)
         panels = self.args.work + self.key_head * self.args.x2 * (PANEL * sizes.depth)
+        count = (end - first + (sizes.block - 1)) // sizes.block * self.groups
         tiles.configure()
-        slot = self.x.slot(sizes, f.value(0, "i64"))
-        with f.when(first < end):
-            self._look(slot, first)
-            columns.load()
-            with f.loop(0, columns.count) as c:
-                columns.multiply(slot, panels + first * sizes.depth, c)
-        with f.loop(first, end, self.sizes.block) as j:
-            odd, following = (j - first) // self.sizes.block & 1, j + self.sizes.block
-            now, then = (self.x.slot(sizes, n) for n in (odd, odd ^ 1))
-            more = following < end
-            with f.when(more):
-                self._look(then, following)
-                columns.load()
-            with f.loop(0, columns.count) as c:
-                with f.when(more):
-                    columns.multiply(then, panels + following * sizes.depth, c)
-                for r in range(0, sizes.group // columns.count, 2):
-                    self.rows.softmax(now, c * (sizes.group // columns.count) + r, j)
-            self._tiled_values(now, j)
+        with f.loop(0, sizes.slots * sizes.panels) as n:
+            f.store(self.x.live + n, f.value(NONE, "i64"))
+        with f.loop(-1, count + 1) as t:
+            before, now, after = (self._turn(first, t + n) for n in (-1, 0, 1))
+            v, sees = self._known_block(before), self._sees(before)
+            rows = f.select(self._sees(now), f.value(sizes.group, "i64"), 0)
+            early = f.select(self.groups == 1, 0, rows // 2)
+            with f.loop(0, values.count) as n:
+                with f.when(sees):
+                    values.multiply(before.x, v, n)
+                self._weights(now, f.value(0, "i64"), early, (n, values.count))
+            self._forget(after.x)
+            self._look(after)
+            scores.load(after.x)
+            with f.loop(0, scores.count) as n:
+                scores.multiply(after.x, panels + after.j * sizes.depth, n)
+                self._weights(now, early, rows, (n, scores.count))
         tiles.release()
+
+    def _turn(self, first: Value, t: Value) -> _Turn:
+        others = self.groups - 1  # none or one
+        g, block = t & others, t >> others
+        return _Turn(g, first + block * self.sizes.block, self.x.group(self.sizes, g, t & 1))
+
+    def _sees(self, turn: _Turn) -> Value:
+        """Whether a group sees anything of a block."""
+        live = [self.f.load(turn.x.live + p) for p in range(self.sizes.panels)]
+        return reduce(operator.or_, live) != NONE
+
+    def _weights(self, turn: _Turn, lo: Value, hi: Value, step: tuple[Value, int]) -> None:
+        """Those of rows lo to hi that come after the n-th of so many steps, which share them."""
+        n, steps = step
+        pairs = (hi - lo) // 2
+        start, stop = (lo + pairs * at // steps * 2 for at in (n, n + 1))
+        with self.f.loop(start, stop, 2) as r:
+            self.rows.softmax(turn.x, r, turn.j)
 
     def _range(self, g: Value) -> _Range:
         start = self.f.emit(f"inttoptr i64 {self.args.x0.name} to ptr", "i64*")
@@ -199,28 +234,29 @@ class _Tile:
         for at, _ in vectors(f, sizes.u_stride, self.w):
             f.store(x.u + r * sizes.u_stride + at, f.splat(0.0, self.w))
 
-    def _look(self, x: Scratch, j0: Value) -> None:
-        """What each group of rows sees of each panel of a block."""
-        f = self.f
+    def _forget(self, x: Scratch) -> None:
+        """No key of a block has been seen."""
         for n in range(self.sizes.panels):
-            f.store(x.seen + n, f.value(0, "i64"))
-        with f.loop(0, self.groups) as g:
-            keys = self._range(g)
-            with f.loop(0, self.sizes.panels) as p:
-                j, live, seen = j0 + p * PANEL, x.live + (g * self.sizes.panels + p), x.seen + p
-                whole = (keys.core_lo <= j) & (j + PANEL <= keys.core_hi)
-                f.store(live, f.select(whole, f.value(ALL, "i64"), NONE))
-                f.store(seen, f.load(seen) | f.select(whole, f.value(-1, "i64"), 0))
-                with f.when((j < keys.hi) & (j + PANEL > keys.lo) & ~whole):
-                    some = self._bits(x, g, p, j)
-                    f.store(live, f.select(some == 0, f.value(NONE, "i64"), SOME))
-                    f.store(seen, f.load(seen) | some)
+            self.f.store(x.seen + n, self.f.value(0, "i64"))
 
-    def _bits(self, x: Scratch, g: Value, p: Value, j: Value) -> Value:
+    def _look(self, turn: _Turn) -> None:
+        """What a group of rows sees of each panel of a block; `seen` keeps what others saw."""
+        f, x, keys = self.f, turn.x, self._range(turn.g)
+        with f.loop(0, self.sizes.panels) as p:
+            j, live, seen = turn.j + p * PANEL, x.live + p, x.seen + p
+            whole = (keys.core_lo <= j) & (j + PANEL <= keys.core_hi)
+            f.store(live, f.select(whole, f.value(ALL, "i64"), NONE))
+            f.store(seen, f.load(seen) | f.select(whole, f.value(-1, "i64"), 0))
+            with f.when((j < keys.hi) & (j + PANEL > keys.lo) & ~whole):
+                some = self._bits(x, p, j)
+                f.store(live, f.select(some == 0, f.value(NONE, "i64"), SOME))
+                f.store(seen, f.load(seen) | some)
+
+    def _bits(self, x: Scratch, p: Value, j: Value) -> Value:
         """Store which keys of a panel a group sees, a word a row; the keys that some row sees."""
         f, w = self.f, self.w
         some = f.variable(0, "i64")
-        with f.loop(g * self.sizes.group, (g + 1) * self.sizes.group) as r:
+        with f.loop(0, self.sizes.group) as r:
             word = f.value(0, "i64")
             for v in range(0, PANEL, w):
                 inside = f.tail(self.args.N - j - v, w)
@@ -259,7 +295,7 @@ class _Tile:
         if self.strangers:
             seen = f.load(x.seen + p)
             with f.when((seen != 0) & (seen != -1)):
-                self._known_values(seen, v, stride, args.N - j)
+                self._known_values(seen, v, stride, args.N - j, x.v)
                 at.value, step.value = x.v, f.value(sizes.u_stride, "i64")
         one = 2 if sizes.pairs else 1  # keys of a row of v
         for d, columns in column_blocks(sizes.E, sizes.target).items():
@@ -275,8 +311,8 @@ class _Tile:
                 where = at.value + skip * step.value + d
                 f.call(f"values_{columns}", "void", 0, s, where, step.value, u, upto - skip)
 
-    def _known_values(self, seen: Value, v: Value, stride: Value, left: Value) -> None:
-        """A panel of v with 0 for the keys that no row of the tile sees: 0 * NaN is NaN."""
+    def _known_values(self, seen: Value, v: Value, stride: Value, left: Value, to: Value) -> None:
+        """A panel of v with 0 for the keys that are not `seen`: 0 * NaN is NaN."""
         f, w, sizes = self.f, self.w, self.sizes
         with f.loop(0, f.min(left, PANEL), 2 if sizes.pairs else 1) as key:
             known = seen >> key
@@ -291,28 +327,27 @@ class _Tile:
                 tiled = sizes.tiled
                 source = v_place(sizes, v, row, at) if tiled else v + row * stride + at
                 bits = f.load(source, w, lanes).bits("i32") & mask
-                f.store(v_place(sizes, self.x.v, row, at), bits.bits("f32"))
+                f.store(v_place(sizes, to, row, at), bits.bits("f32"))
 
     def _packed_v(self, j: Value) -> Value:
         """The panel of v that begins with key j."""
         panel = self.key_head * self.args.x2 + j // PANEL
         return self.args.work2 + panel * (self.sizes.v_rows * self.sizes.u_stride)
 
-    def _tiled_values(self, x: Scratch, j: Value) -> None:
-        """A block at once, unless there are values in it that nobody sees: then panel by panel."""
+    def _known_block(self, turn: _Turn) -> Callable[[Value], Value]:
+        """Where a panel of v is that holds no value which no row of the group sees."""
         f, sizes = self.f, self.sizes
-        whole = f.value(1, "i1")
-        for n in range(sizes.panels):
-            seen = f.load(x.seen + n)
-            whole = whole & ((seen == 0) | (seen == -1))
-        by = f.select(whole, f.value(sizes.panels, "i64"), 1)
-        with f.loop(0, sizes.panels, by) as p:
-            v, seen = f.variable(self._packed_v(j + p * PANEL)), f.load(x.seen + p)
-            with f.when(~whole & (seen != 0) & (seen != -1)):
-                stride, keys = (f.value(n, "i64") for n in (sizes.u_stride, PANEL))
-                self._known_values(seen, v.value, stride, keys)
-                v.value = x.v
-            f.call("values", "void", 0, x.live + p, x.s + p * PANEL, v.value, x.u, by)
+        size = sizes.v_rows * sizes.u_stride
+        stride, keys = (f.value(n, "i64") for n in (sizes.u_stride, PANEL))
+        block = self._packed_v(turn.j)
+
+        def partly(p: Value) -> Value:
+            return (f.load(turn.x.live + p) == SOME) & (f.load(turn.x.seen + p) != -1)
+
+        with f.loop(0, sizes.panels) as p, f.when(partly(p)):
+            seen, to = f.load(turn.x.seen + p), self.x.v + p * size
+            self._known_values(seen, block + p * size, stride, keys, to)
+        return lambda p: f.select(partly(p), self.x.v, block) + p * size
 
     # ---- after ----
 

@@ -13,7 +13,7 @@ from .tiles import WORDS
 
 PANEL = 64  # keys
 GROUP = 2 * TILE_ROWS  # rows multiplied at once by AMX
-TILE = 48  # rows: their q, scores and u lie in the first two caches
+TILE, TILE_AMX = 48, 2 * GROUP  # rows: their q, scores and u lie in the first two caches
 WIDE_TILE = 24576  # numbers of q or u that a tile has at most
 
 
@@ -48,11 +48,10 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile: fewer where they are very wide; one group of AMX."""
-        if self.tiled:
-            return GROUP
+        """Rows of a tile: fewer where they are very wide; of AMX two groups, or one."""
         wide, group = max(self.D, self.E, 1), self.group
-        return max(min(TILE, WIDE_TILE // wide) // group * group, group)
+        most = min(TILE_AMX if self.tiled else TILE, WIDE_TILE // wide)
+        return max(most // group * group, group)
 
     @property
     def panels(self) -> int:
@@ -61,7 +60,7 @@ class Sizes:
 
     @property
     def block(self) -> int:
-        """Keys whose scores are in memory at once."""
+        """Keys whose scores a row has in memory at once."""
         return self.panels * PANEL
 
     @property
@@ -71,8 +70,8 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        """Blocks whose scores are in memory at once: the next one's are multiplied early by AMX."""
-        return 2 if self.tiled else 1
+        """Groups whose scores are in memory at once: all, or with AMX those of two turns."""
+        return 2 if self.tiled else self.rows // self.group
 
     @property
     def words(self) -> int:
@@ -157,7 +156,7 @@ def _k_place(sizes: Sizes, panel: Value, x: Operand, j: Value) -> tuple[Value, i
     return panel + j // WORDS * (WORDS * sizes.depth) + x * WORDS + j % WORDS, WORDS
 
 
-def v_place(sizes: Sizes, panel: Value, row: Value, x: int) -> Value:
+def v_place(sizes: Sizes, panel: Value, row: Value, x: Operand) -> Value:
     """Where 16 words from x on of a row of packed v lie: in rows; for AMX, in tiles, each in one
     piece, those of the same keys one after the other."""
     if not sizes.tiled:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from . import elementary, scores
 from .bits import lanes_of, to_bf16
 from .call import Args, Form
-from .ir import Function, Value
+from .ir import Function, Operand, Value
 from .prefill_packing import PANEL, Sizes, vectors
 from .visible import Place
 
@@ -22,7 +22,8 @@ class Scratch(NamedTuple):
 
     Rows: q, u, m, l (a sum in each lane), query, head, two keys of dropout. Of a block: s; bits, a
     word of 64 keys for each row and panel; live, NONE, SOME or ALL for each group and panel; seen,
-    for each panel the keys that some row sees. v: a panel of v without the keys that nobody sees.
+    for each panel the keys that some row sees. v: a panel of v without the keys that nobody sees,
+    or with AMX a block.
     """
 
     q: Value
@@ -42,33 +43,28 @@ class Scratch(NamedTuple):
     @staticmethod
     def of(f: Function, sizes: Sizes, strangers: bool) -> Scratch:
         """For one function."""
-        rows = sizes.rows
-        v = sizes.v_rows * sizes.u_stride if strangers else 1
-        w = sizes.target.lanes
-        reals = rows * sizes.q_stride, rows * sizes.u_stride, rows, rows * w, v
-        s, *words = (n * sizes.slots for n in _of_block(sizes))
+        rows, w = sizes.rows, sizes.target.lanes
+        v = sizes.v_rows * sizes.u_stride * (sizes.panels if sizes.tiled else 1)
+        reals = rows * sizes.q_stride, rows * sizes.u_stride, rows, rows * w, v if strangers else 1
+        s, *words = (n * sizes.slots for n in _of_group(sizes))
         own = [f.array("f32", n) for n in reals]
         own += [f.array(kind, rows) for kind in ("i64", "i64", "i32", "i32")]
         own += [f.array("f32", s), *(f.array("i64", n) for n in words)]
         return Scratch(*own)
 
-    def slot(self, sizes: Sizes, n: Value) -> Scratch:
-        """What belongs to a block, for the n-th one in memory."""
-        s, bits, live, seen = (
-            at + n * step for at, step in zip(self[-4:], _of_block(sizes), strict=True)
-        )
-        return self._replace(s=s, bits=bits, live=live, seen=seen)
+    def group(self, sizes: Sizes, g: Value, slot: Value) -> Scratch:
+        """What the g-th group of rows has, its rows counted from 0, and the slot of its block."""
+        row = g * sizes.group
+        q, u, l = (row * n for n in (sizes.q_stride, sizes.u_stride, sizes.target.lanes))
+        steps: list[Operand] = [q, u, row, l, 0, row, row, row, row]
+        steps += [slot * n for n in _of_group(sizes)]
+        return Scratch(*(at + step for at, step in zip(self, steps, strict=True)))
 
 
-def _of_block(sizes: Sizes) -> tuple[int, int, int, int]:
-    """Elements of s, bits, live and seen."""
-    rows = sizes.rows
-    return (
-        rows * sizes.s_stride,
-        rows * sizes.panels,
-        rows // sizes.group * sizes.panels,
-        sizes.panels,
-    )
+def _of_group(sizes: Sizes) -> tuple[int, int, int, int]:
+    """Elements of s, bits, live and seen, of a group of rows and a block."""
+    rows, panels = sizes.group, sizes.panels
+    return rows * sizes.s_stride, rows * panels, panels, panels
 
 
 class Rows:

@@ -1,72 +1,31 @@
-"""The products of prefill on AMX tiles: scores column by column, and the function `values`.
+"""The products of prefill on AMX tiles, of a group of rows (32) and a block of keys.
 
-A product is made in blocks of c: a few tiles of it stay in registers while the axis summed over
-passes by, and what is left of the eight holds a and b.
+Both are emitted in steps, so that vectors have something else to do between two of them: scores by
+16 keys, values by 32 keys and up to 32 columns of u.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import NamedTuple
 
-from .ir import Module, Operand, Value
+from .ir import Value
 from .prefill_packing import GROUP, PANEL, Sizes, v_place
-from .prefill_rows import Scratch
+from .prefill_rows import NONE, Scratch
 from .products import Matrix
 from .tiles import COUNT, ROWS, WORDS, Tiles
 
-HIGH = GROUP // ROWS
-
-
-class Block(NamedTuple):
-    """Tiles of c: `high` below each other, `wide` side by side."""
-
-    high: int
-    wide: int
-
-    def tile(self, row: int, column: int) -> int:
-        """The register of a tile of c."""
-        return row * self.wide + column
-
-
-def blocks(width: int, block: Block) -> dict[int, Block]:
-    """First column -> block, of all columns."""
-    step = block.wide * WORDS
-    return {
-        x: block._replace(wide=min(block.wide, -(-(width - x) // WORDS)))
-        for x in range(0, width, step)
-    }
-
-
-def step(tiles: Tiles, block: Block, a: Matrix, b: Value) -> None:
-    """c += a b, over WORDS words of the axis summed over; b in tiles, one after the other."""
-    first = block.high * block.wide
-    for row in range(block.high):
-        tiles.load(first + row, a.row(row * ROWS), a.stride)
-    free = range(first + block.high, COUNT)
-    for column in range(block.wide):
-        right = free[column % len(free)]
-        tiles.load(right, b + column * (ROWS * WORDS), WORDS)
-        for row in range(block.high):
-            tiles.product(block.tile(row, column), first + row, right)
-
-
-def each(block: Block, c: Matrix, do: Callable[[int, Value, Operand], None]) -> None:
-    """do(register, place, stride) for every tile of c."""
-    for row in range(block.high):
-        for column in range(block.wide):
-            do(block.tile(row, column), c.row(row * ROWS) + column * WORDS, c.stride)
+HIGH, WIDE = GROUP // ROWS, 2  # tiles of u in registers: below each other, side by side
 
 
 class Columns:
-    """Emits s = q k^T of a group of rows and 16 keys at a time, for one function.
+    """Emits s = q k^T, for one function; a step is a column of 16 keys.
 
     Tiles 0 and 1 hold s, 2 holds k, and the rest holds q where all of it has room.
     """
 
-    def __init__(self, tiles: Tiles, sizes: Sizes, q: Value) -> None:
-        self.f, self.tiles, self.sizes, self.q = tiles.f, tiles, sizes, q
+    def __init__(self, tiles: Tiles, sizes: Sizes) -> None:
+        self.f, self.tiles, self.sizes = tiles.f, tiles, sizes
         self.count = sizes.block // WORDS
         self.places = {
             (row, word): 3 + n
@@ -74,17 +33,16 @@ class Columns:
         }
         self.stays = len(self.places) <= COUNT - 3
 
-    def load(self) -> None:
-        """Before the first column of a block."""
+    def load(self, x: Scratch) -> None:
+        """Before the first column."""
         if self.stays:
             for place, tile in self.places.items():
-                self._load(tile, *place)
+                self._load(tile, x, *place)
 
     def multiply(self, x: Scratch, panel: Value, c: Value) -> None:
         """Column c of the block whose first panel of k is given, unless nobody sees it."""
         f, tiles, sizes = self.f, self.tiles, self.sizes
-        p = c // (PANEL // WORDS)
-        with f.when(f.load(x.live + p) != 0):
+        with f.when(f.load(x.live + c // (PANEL // WORDS)) != NONE):
             at = panel + c * (WORDS * sizes.depth)
             f.prefetch(at + WORDS * sizes.depth, WORDS * sizes.depth)
             for row in range(HIGH):
@@ -94,32 +52,59 @@ class Columns:
                 for row in range(HIGH):
                     tile = self.places[row, word] if self.stays else 3 + row
                     if not self.stays:
-                        self._load(tile, row, word)
+                        self._load(tile, x, row, word)
                     tiles.product(row, tile, 2)
             for row in range(HIGH):
                 tiles.store(row, x.s + (c * WORDS + row * ROWS * sizes.s_stride), sizes.s_stride)
 
-    def _load(self, tile: int, row: int, word: int) -> None:
+    def _load(self, tile: int, x: Scratch, row: int, word: int) -> None:
         stride = self.sizes.q_stride
-        self.tiles.load(tile, self.q + (row * ROWS * stride + word), stride)
+        self.tiles.load(tile, x.q + (row * ROWS * stride + word), stride)
 
 
-def write_values(made: Module, sizes: Sizes) -> None:
-    """values(live, p, v, u, count): u += p v of a group of rows and the live ones of `count` panels
-    in a row."""
-    f = made.function("values", live="i64*", p="f32*", v="f32*", u="f32*", count="i64")
-    live, p, v, u, count = f.parameters
-    tiles, rows = Tiles(f, sizes.target), sizes.v_rows
-    some = f.variable(0, "i64")
-    with f.loop(0, count) as n:
-        some.value = some.value | f.load(live + n)
-    with f.when(some.value == 0):
-        f.leave()
-    for x, block in blocks(sizes.E, Block(HIGH, 2)).items():
-        c = Matrix(u + x, sizes.u_stride)
-        each(block, c, tiles.load)
-        with f.loop(0, count) as n, f.when(f.load(live + n) != 0):
-            for word in range(0, rows, WORDS):
-                left = Matrix(p + (n * PANEL + word), sizes.s_stride)
-                step(tiles, block, left, v_place(sizes, v, n * rows + word, x))
-        each(block, c, tiles.store)
+class Values:
+    """Emits u += p v, for one function; a step is 32 keys of two columns of tiles of u.
+
+    Tiles 0 to 3 hold u while the keys pass by, from the first step of these columns to the last,
+    whatever vectors do meanwhile; 4 and 5 hold p, 6 and 7 v. The last column may be alone.
+    """
+
+    def __init__(self, tiles: Tiles, sizes: Sizes) -> None:
+        self.f, self.tiles, self.sizes = tiles.f, tiles, sizes
+        self.keys = sizes.block // (2 * WORDS)  # steps until all have passed by
+        self.columns = sizes.u_stride // WORDS
+        self.count = -(-self.columns // WIDE) * self.keys
+
+    def multiply(self, x: Scratch, panel: Callable[[Value], Value], n: Value) -> None:
+        """Step n; panel(p): where the p-th panel of v of the block is."""
+        column = n // self.keys * WIDE
+        for wide in sorted({min(WIDE, self.columns), self.columns % WIDE or WIDE}):
+            with self.f.when(self.f.min(self.columns - column, WIDE) == wide):
+                self._step(x, panel, column * WORDS, n % self.keys, wide)
+
+    def _step(
+        self, x: Scratch, panel: Callable[[Value], Value], column: Value, n: Value, wide: int
+    ) -> None:
+        f, tiles, sizes = self.f, self.tiles, self.sizes
+        p, word = n // (PANEL // 2 // WORDS), n % (PANEL // 2 // WORDS) * WORDS
+        u = Matrix(x.u + column, sizes.u_stride)
+        places = {
+            wide * row + side: u.row(row * ROWS) + side * WORDS
+            for row, side in product(range(HIGH), range(wide))
+        }
+        with f.when(n == 0):
+            for tile, at in places.items():
+                tiles.load(tile, at, u.stride)
+        with f.when(f.load(x.live + p) != NONE):
+            weights = Matrix(x.s + p * PANEL + word, sizes.s_stride)
+            left, right = HIGH * wide, COUNT - wide
+            for row in range(HIGH):
+                tiles.load(left + row, weights.row(row * ROWS), weights.stride)
+            for side in range(wide):
+                at = v_place(sizes, panel(p), word, column + side * WORDS)
+                tiles.load(right + side, at, WORDS)
+                for row in range(HIGH):
+                    tiles.product(wide * row + side, left + row, right + side)
+        with f.when(n == self.keys - 1):
+            for tile, at in places.items():
+                tiles.store(tile, at, u.stride)
