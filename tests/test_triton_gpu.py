@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nosquare as ns
 from helpers import Case, case, check, name_of, rnd
+from nosquare.backends import BACKWARD, FORWARD, triton_any
 from nosquare.backends.triton_any import compiled
+from nosquare.inputs import Inputs, Spec
+from nosquare.problem import Problem
 from test_contract import FEATURES, MASKS, parse_shape
 
 pytestmark = pytest.mark.gpu
@@ -138,23 +142,131 @@ def test_streams_and_graphs() -> None:
     assert torch.equal(out, attention(q=q * 2, k=k, v=v, mask=ns.Causal()).o)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one card")
+def call(seed: int, m: int = 200, n: int = 300, device: str = "cuda") -> dict[str, Any]:
+    """A call with every array of its own, one seed on the device among them."""
+    made = {
+        **{"q": rnd(2, 4, m, 64, seed=seed), "k": rnd(2, 2, n, 64, seed=seed + 1)},
+        **{"v": rnd(2, 2, n, 64, seed=seed + 2), "bias": rnd(4, 1, n, seed=seed + 3)},
+        **{"sinks": rnd(4, seed=seed + 4), "do": rnd(2, 4, m, 64, seed=seed + 5)},
+    }
+    return {
+        **{name: t.to(device, torch.bfloat16) for name, t in made.items()},
+        "number": torch.tensor(seed, device=device),
+        "lengths": torch.tensor([n, n - 7 * seed], device=device),
+    }
+
+
+def results(x: dict[str, Any]) -> list[Tensor]:
+    """o and all gradients."""
+    leaves = [x[name].detach().requires_grad_() for name in ("q", "k", "v", "bias", "sinks")]
+    q, k, v, bias, sinks = leaves
+    o = ns.attention(
+        *(q, k, v),
+        mask=ns.Causal() & ns.Lengths(x["lengths"]),
+        bias=bias,
+        sinks=sinks,
+        dropout=ns.Dropout(0.2, x["number"]),
+        backend="triton_any",
+    )
+    return [o.detach(), *torch.autograd.grad(o, leaves, x["do"])]
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert all(torch.equal(g.to(w.device), w) for g, w in zip(got, want, strict=True))
+    assert all(bool(w.isfinite().all()) and bool(w.any()) for w in want)
+
+
+def test_a_graph_of_forward_and_backward() -> None:
+    """What it reads is read when it is replayed: arrays, seed, lengths."""
+    x = call(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(x)  # kernels are loaded outside of a graph
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = results(x)
+    for seed in (2, 3):
+        other = call(seed)
+        for name, t in x.items():
+            t.copy_(other[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        same(got, results(other))
+
+
+def test_backward_on_a_side_stream() -> None:
+    """It waits for what came before it there: inputs that are not yet what they will be."""
+    want, x, late = results(call(1)), call(2), call(1)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        for name, t in x.items():
+            t.copy_(late[name])
+        got = results(x)
+    side.synchronize()
+    same(got, want)
+
+
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one card")
+
+
+@several
 def test_another_card_than_the_current_one() -> None:
     q = torch.randn(1, 2, 100, 64, device="cuda:1", dtype=torch.bfloat16)
     want = attention(q=q.to("cuda:0"), k=q.to("cuda:0"), v=q.to("cuda:0")).o
     assert torch.equal(attention(q=q, k=q, v=q).o.to("cuda:0"), want)
 
 
-def test_new_lengths_compile_nothing() -> None:
-    def run(m: int, n: int, before: int) -> Tensor:
-        q, k = (torch.randn(1, 2, t, 64, device="cuda", dtype=torch.bfloat16) for t in (m, n))
-        return attention(q=q, k=k, v=k, mask=ns.Window(before, 0)).o
+@several
+def test_gradients_on_another_card_than_the_current_one() -> None:
+    for seed in (1, 2):
+        same(results(call(seed, device="cuda:1")), results(call(seed)))
+        assert torch.cuda.current_device() == 0
 
-    run(400, 500, 3)
-    known = compiled.launcher.cache_info().misses
-    for m, n, before in ((512, 512, 16), (1000, 4001, 1), (777, 33, 100_000)):
-        run(m, n, before)
-    assert compiled.launcher.cache_info().misses == known
+
+def test_new_lengths_compile_nothing() -> None:
+    """Nor do new strides of heads and windows: but for another plan. The heads are so many that
+    their keys are never shared among programs."""
+    seen, shared = set(), 0
+    for m, n, before in ((300, 500, 3), (512, 512, 16), (401, 1001, 1), (777, 233, 100_000)):
+        q, k = (torch.randn(5, 128, t, 64, device="cuda", dtype=torch.bfloat16) for t in (m, n))
+        mask = ns.Window(before, 0)
+        p = Problem.of(Inputs(q, k, k), Spec(str(mask)), "qkv")
+        plans = str(triton_any.plan(p, FORWARD)), str(triton_any.plan(p, BACKWARD))
+        known = compiled.launcher.cache_info().misses
+        leaves = [t.requires_grad_() for t in (q, k, k.detach().clone())]
+        o = attention(**dict(zip("qkv", leaves, strict=True)), mask=mask).o
+        torch.autograd.grad(o, leaves, torch.ones_like(o))
+        if plans in seen:
+            shared += 1
+            assert compiled.launcher.cache_info().misses == known
+        seen.add(plans)
+    assert shared > 0, "every length has a plan of its own"
+
+
+def test_compiled_over_lengths_with_two_frames() -> None:
+    """torch.compile sees one operator: no break of its graph, and no new graph for a new length."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ns.attention(q, k, v, mask=ns.Causal(), backend="triton_any")
+
+    fast = torch.compile(layer, backend=counter, fullgraph=True)
+    for n in (130, 210, 340, 550, 200):
+        sizes = ((4, 100), (2, n), (2, n))
+        x = [rnd(2, h, t, 64, seed=n).to("cuda", torch.bfloat16) for h, t in sizes]
+        do = torch.randn_like(x[0])
+        found = []
+        for fn in (fast, layer):
+            leaves = [t.detach().requires_grad_() for t in x]
+            o = fn(*leaves)
+            found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+        same(*found)
+    assert counter.frame_count <= 2
 
 
 def test_a_warm_call_costs_the_host_little() -> None:

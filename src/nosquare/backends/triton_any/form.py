@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from . import masks
 from .compiled import Count, Small
 
 LOG2E = math.log2(math.e)
+META = torch.device("meta")  # of stand-ins: arrays without memory
 NOTHING = (Small(0),)  # an argument that is not used: tuples may not be empty
 
 
@@ -67,6 +68,10 @@ class Form:
         return not (self.softcap or self.alibi or self.bias is not None)
 
 
+class Seed(Count):
+    """A seed that the host knows."""
+
+
 class Call(NamedTuple):
     """The arguments of a call that all kernels share, each a tuple of a kernel's parameters.
 
@@ -91,6 +96,12 @@ class Call(NamedTuple):
     def shared(self) -> tuple[tuple[Any, ...], ...]:
         """The arguments in the order that every kernel takes them."""
         return (*self[1:],)
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What calls of a problem differ in: arrays and a Seed, in the order of arrays_of."""
+        own = (value for values in self[3:] for value in values)
+        return tuple(value for value in own if isinstance(value, Tensor | Seed))
 
 
 def padded(width: int) -> int:
@@ -139,12 +150,54 @@ def stand_ins(p: Problem, x: Inputs | None = None) -> Inputs:
     return (x or Inputs(q, k, v))._replace(q=q, k=k, v=v)
 
 
+def arrays_of(x: Inputs) -> tuple[Tensor, ...]:
+    """The arrays of a call beside q, k and v, as the user gave them."""
+    if x.bias is x.sinks is x.alibi is x.seed is x.cu_q is None and not x.arrays:
+        return ()
+    every = (x.bias, x.sinks, x.alibi, x.seed, *x.arrays, x.cu_q, x.cu_k)
+    return tuple([t for t in every if t is not None])
+
+
+def layouts(arrays: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a problem does not say of arrays, and code and arguments depend on."""
+    return tuple([(t.dtype, t.shape, t.stride(), t.is_cpu) for t in arrays])
+
+
+def apart(x: Inputs) -> Inputs:
+    """The same arrays, each an object of its own: q may be k, or the ids of queries those of keys,
+    in one call and not in the next."""
+    own: tuple[Any, ...] = tuple(t if t is None else t.detach() for t in x[:-1])
+    return Inputs._make((*own, tuple(t.detach() for t in x.arrays)))
+
+
+class Taken(NamedTuple):
+    """How the values of a call follow from its arrays.
+
+    copied  some are laid out anew in each call, so that call_of must be asked
+    seed    where among arrays_of a seed is that the host knows
+    """
+
+    copied: bool
+    seed: int | None
+
+    @staticmethod
+    def of(p: Problem, x: Inputs, call: Call) -> Taken:
+        """From a call of the problem."""
+        given, arrays = call.given, arrays_of(x)
+        names = [f"t{n}" for n in range(len(x.arrays))]
+        same = len(given) == len(arrays) and re.findall(r"\bt\d+\b", p.mask) == names
+        copied = not same or any(
+            isinstance(a, Tensor) and (a.dtype != t.dtype or a.data_ptr() != t.data_ptr())
+            for a, t in zip(given, arrays, strict=True)
+        )
+        seed = next((n for n, value in enumerate(given) if isinstance(value, Seed)), None)
+        return Taken(copied, seed)
+
+
 def call_of(problem: Problem, x: Inputs) -> Call:
     """The arguments of a call."""
     seed_ptr = x.seed is not None and x.seed.device.type != "cpu"
-    call = _with_mask(problem, x.arrays, seed_ptr) if x.arrays else _outline(problem, seed_ptr)
-    if x.bias is x.sinks is x.alibi is x.seed is x.cu_q is None:
-        return call
+    call = _with_mask(problem, x.arrays, seed_ptr)
     more: dict[str, Any] = {}
     if x.bias is not None:
         laid = lay_out_bias(x.bias, problem.batch)
@@ -156,17 +209,11 @@ def call_of(problem: Problem, x: Inputs) -> Call:
     if x.alibi is not None:
         more["alibi"] = _per_head(problem, x.alibi)
     if x.seed is not None:
-        seed = x.seed if seed_ptr else Count(int(x.seed))
+        seed = x.seed if seed_ptr else Seed(int(x.seed))
         more["drop"] = (seed, *call.drop[1:])
     if x.cu_q is not None and x.cu_k is not None:
         more["cu"] = tuple(_on(problem, t) for t in (x.cu_q, x.cu_k))
     return call._replace(**more)
-
-
-@lru_cache(maxsize=1024)
-def _outline(problem: Problem, seed_ptr: bool) -> Call:
-    """The arguments without those that are arrays; they follow from the problem alone."""
-    return _with_mask(problem, (), seed_ptr)
 
 
 def _with_mask(p: Problem, arrays: Sequence[Tensor], seed_ptr: bool) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,6 +178,8 @@ def workspace_bytes(p: Problem, plan: Plan) -> int:
     rows = entries * p.Hq * p.M
     words = entries * p.Hq * room(p.M) * planes(p, plan)
     words += {"n": p.B * p.Hq * p.N, "m": rows, "-": rows}.get(plan.bias, 0)
+    if "s" in p.grads and math.prod(p.sinks or ()) != entries * p.Hq:
+        words += entries * p.Hq
     if plan.add:
         words += rows * p.D
     return 4 * words
