@@ -14,7 +14,7 @@ from .tiles import WORDS
 PANEL = 64  # keys
 GROUP = 2 * TILE_ROWS  # rows multiplied at once by AMX
 TILE, TILE_AMX = 48, 2 * GROUP  # rows: their q, scores and u lie in the first two caches
-WIDE_TILE = 24576  # numbers of q or u that a tile has at most
+WIDE_TILE, WIDE_AMX = 24576, 4096  # numbers of q or u that a tile has at most: docs/log.md
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sizes:
     def rows(self) -> int:
         """Rows of a tile: fewer where they are very wide; of AMX two groups, or one."""
         wide, group = max(self.D, self.E, 1), self.group
-        most = min(TILE_AMX if self.tiled else TILE, WIDE_TILE // wide)
+        most = min(TILE_AMX, WIDE_AMX // wide) if self.tiled else min(TILE, WIDE_TILE // wide)
         return max(most // group * group, group)
 
     @property
