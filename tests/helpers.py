@@ -14,6 +14,8 @@ For 16-bit types the fast kernels round P and dS to 16 bits before the second pr
 kernel with tensor cores does: `u_p` = u_out there, and 0 for float32 and float64. They may also
 use a shorter exponential: torch's own for CPUs is right to 2^-14 (seen: lse off by 6e-5), so
 `u_exp` = 2^-13 there.
+
+A weight below the smallest normal number may be 0: the exponential of NVIDIA's cards flushes it.
 """
 
 from __future__ import annotations
@@ -264,20 +266,21 @@ def bounds(x: Exact, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         big = big + 4 * (d + 8) * top / get("softcap")
     ku = big * u + 2 * u_p + u_exp
     scale = d**-0.5 if get("scale") is None else abs(get("scale"))
+    flushed = keep * torch.finfo(wide).tiny  # of a weight
     pv = x.dropped @ v
     along = x.factor * (do @ v.transpose(-1, -2))  # |dp|
     delta = (do * pv).sum(-1, keepdim=True) + dlse.double().cpu().abs()[..., None]
-    ds = x.p * ((along + delta) * ku + delta * (u_out + ku))
+    ds = x.p * ((along + delta) * ku + delta * (u_out + ku)) + flushed * (along + delta)
 
     def grouped(t: Tensor) -> Tensor:
         return t.reshape(*c.batch, hk, g, *t.shape[-2:]).sum(-3) if hk else t
 
     out = {
-        "o": ku * pv,
+        "o": ku * pv + (flushed * x.factor) @ v,
         "lse": ((d + 8) * top[..., 0] * 2 + n + 6 * tiles + 8) * u + u_exp,
         "q": scale * (ds @ k),
         "k": scale * grouped(ds.transpose(-1, -2) @ q),
-        "v": grouped((ku * x.dropped).transpose(-1, -2) @ do),
+        "v": grouped((ku * x.dropped + flushed * x.factor).transpose(-1, -2) @ do),
     }
     if get("bias") is not None:
         out["bias"] = ds.sum_to_size(get("bias").shape)

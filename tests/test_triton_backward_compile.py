@@ -67,8 +67,12 @@ def of_plan(p: Problem, card: cards.Card, *arrays: torch.Tensor, **more: Any) ->
 @pytest.mark.parametrize("name", CARDS)
 def test_every_plan_fits_and_hardly_spills(name: str, dtype: torch.dtype) -> None:
     for d in (64, 128, 256):
-        found = of_plan(problem(d, dtype=dtype, mask="causal(end)"), cards.NAMED[name])
-        assert list(found) == ["delta_kernel", "keys_kernel", "queries_kernel"]
+        p = problem(d, dtype=dtype, mask="causal(end)", grads="qkv")
+        found = of_plan(p, cards.NAMED[name])
+        adds = grad_plan.plan(p, cards.NAMED[name]).add
+        assert adds == (dtype == torch.float32 and d == 64 and name == "sm_90")
+        assert list(found) == ["delta_kernel", "keys_kernel", "queries_kernel"][: 3 - adds]
+        assert not grad_plan.plan(replace(p, deterministic=True), cards.NAMED[name]).add
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -102,7 +106,7 @@ def test_loops_on_hopper_keep_their_tiles_in_registers(d: int, add: bool) -> Non
             # of the loop over whole tiles, and of that over masked ones, which are few; under
             # triton 3.6 the latter puts away more than under 3.7
             assert len(found) == 2, "one loop for whole tiles, one for masked ones"
-            assert found[0] <= 4, kernel.fn.__name__
+            assert found[0] <= (16 if add else 4), kernel.fn.__name__
             assert found[1] <= 64, kernel.fn.__name__
 
 

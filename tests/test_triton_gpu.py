@@ -281,3 +281,15 @@ def test_a_warm_call_costs_the_host_little() -> None:
         best = min(best, (time.perf_counter() - start) / 50)
     torch.cuda.synchronize()
     assert best < 100e-6, f"{best * 1e6:.1f} us a call, launch included"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_left_to_torch_is_taken_there(dtype: torch.dtype, grad: bool) -> None:
+    """Else it would go to torch_any, which is slower than any kernel."""
+    for d in (8, 64, 100, 128, 192, 256):
+        for m, n, hq, hk in ((1, 300, 4, 2), (256, 256, 4, 4), (300, 300, 4, 2), (128, 256, 4, 4)):
+            for mask in (ns.Full(), ns.Causal(), ns.Causal("start"), ns.Window(9, 0)):
+                q = torch.empty(2, hq, m, d, device="cuda", dtype=dtype, requires_grad=grad)
+                k = torch.empty(2, hk, n, d, device="cuda", dtype=dtype, requires_grad=grad)
+                assert "torch_any" not in ns.explain(q, k, k, mask=mask).chosen.values()

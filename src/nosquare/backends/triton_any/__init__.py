@@ -21,8 +21,8 @@ from ...receipt import Ran
 from ...traffic import Tiling
 from .. import FORWARD, Grads
 
-# Behind torch_any until its speed is on record: it runs only where it is named.
-RANK = 940
+# Before torch_fused: yields() leaves to torch's kernels what they are faster at.
+RANK = 400
 __all__ = [
     "RANK",
     "backward",
@@ -33,6 +33,7 @@ __all__ = [
     "refusals",
     "tiling",
     "workspace_bytes",
+    "yields",
 ]
 _POSITIONS = 1 << 30  # positions are counted in 32 bits, and a window may reach M + N beyond them
 _PROGRAMS = 1 << 31
@@ -56,6 +57,14 @@ def refusals(problem: Problem, phase: str) -> list[str]:
     if find_spec("triton") is None:
         why.append('triton is not installed: pip install "nosquare[triton]"')
     return why or _too_large(p, phase)
+
+
+def yields(problem: Problem, phase: str) -> list[str]:
+    """Why one of torch's own kernels should have a problem that those here could run too."""
+    from .cards import card_of
+    from .rivals import faster
+
+    return faster(problem, phase, card_of(problem.device))
 
 
 def _too_large(p: Problem, phase: str) -> list[str]:

@@ -18,7 +18,7 @@ With F.split, programs share the keys of a tile; each leaves o and lse of what i
 import triton
 import triton.language as tl
 
-from .drops import kept, row_keys
+from .drops import kept_across, row_keys
 from .places import sequence_of, tile_of, tokens_of
 from .scores import scored
 from .sight import narrowed, some, visible
@@ -72,8 +72,8 @@ def _visit(
     j = start + step
     there = ((j >= lo) & (j < hi))[:, None]
     keys = _rows(k, start, there, F.D, F.D_PAD, MASKED)
-    raw = tl.dot(q, keys.T, input_precision="ieee") if F.ieee else tl.dot(q, keys.T)
-    s = scored(raw, b, h, i[:, None], j[None, :], m, n, numbers, bias, alibi, F)
+    raw = tl.dot(q, keys.T, input_precision=F.precision)
+    s = scored(raw, b, h, i[:, None], j[None, :], m, n, numbers, bias, alibi, F, MASKED)
     values = _rows(v, start, there, F.E, F.E_PAD, MASKED)
     if MASKED:
         if not F.mask.holes:
@@ -85,12 +85,9 @@ def _visit(
     p, alpha, ref = _weights(s, ref, numbers, MASKED, F)
     l = l * alpha + tl.sum(p, 1)
     if F.dropout:
-        p = tl.where(kept(drop_keys, drop, start, step[None, :], F), p, 0.0)
+        p = tl.where(kept_across(drop_keys, drop, start, F, TILE_N), p, 0.0)
     u = u * alpha[:, None]
-    if F.ieee:
-        u = tl.dot(p, values, u, input_precision="ieee")
-    else:
-        u = tl.dot(p.to(values.dtype), values, u)
+    u = tl.dot(p.to(values.dtype), values, u, input_precision=F.precision)
     return u, ref, l
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...mask import KINDS
 from ...problem import Problem
 from ...traffic import Tiling
 from .cards import Card
@@ -40,14 +38,12 @@ class Plan:
         return words + (f", keys in {self.splits} parts" if self.splits > 1 else "")
 
 
-# Tiles for many rows by the width of heads that they are for, best first: where a mask is one kind
-# without arrays; where a masked tile costs more registers; where an array has an entry a pair.
-_HOPPER = (
-    (64, Plan(128, 64, 4, 3)),
-    (128, Plan(128, 128, 8, 3)),
-    (128, Plan(128, 128, 8, 2)),
-    (256, Plan(128, 64, 8, 2)),
-)
+# Tiles for many rows by the width of heads that they are for, best first: where a mask is made of
+# intervals; and (_MIXED) where an array or a bias of pairs costs registers too, or on some cards
+# the join of two kinds.
+_HOPPER = ((128, Plan(64, 64, 4, 3)), (256, Plan(128, 64, 8, 2)))
+_HOPPER_LONG = ((64, Plan(64, 64, 4, 3)), (128, Plan(128, 128, 8, 3)), *_HOPPER)
+_HOPPER_FLOAT32 = ((128, Plan(128, 64, 8, 1)),)
 _BLACKWELL = (
     (64, Plan(128, 64, 4, 3)),
     (128, Plan(128, 64, 8, 3)),
@@ -60,52 +56,55 @@ _AMPERE = (
     (256, Plan(64, 64, 8, 2)),
 )
 _AMD = ((128, Plan(128, 64, 4, 1)), (256, Plan(64, 32, 4, 1)))
-_HOPPER_MIXED = ((128, Plan(128, 64, 8, 2)), (256, Plan(64, 64, 8, 2)))
+_HOPPER_MIXED = (
+    (64, Plan(64, 64, 4, 3)),
+    (128, Plan(64, 64, 4, 2)),
+    (256, Plan(64, 64, 8, 2)),
+)
 _MIXED = ((128, Plan(64, 64, 8, 2)), (256, Plan(64, 32, 8, 2)))
 _AMD_MIXED = ((256, Plan(64, 32, 4, 1)),)
 _FLOAT32 = (
-    (64, Plan(64, 32, 8, 2)),
-    (128, Plan(64, 16, 8, 2)),
+    (64, Plan(64, 32, 4, 2)),
+    (128, Plan(32, 32, 4, 1)),
     (128, Plan(32, 16, 4, 1)),
-    (256, Plan(32, 16, 8, 1)),
+    (256, Plan(16, 16, 4, 1)),
 )
+_LONG = 12288  # keys from which wider tiles are worth their longer start
 _WIDEST = 1 << 13  # of heads that any tile is tried for
 _LAST = ((256, Plan(64, 32, 8, 2)), (_WIDEST, Plan(16, 32, 4, 1)), (_WIDEST, Plan(16, 16, 4, 1)))
 
 
 def _table(p: Problem, card: Card) -> tuple[tuple[int, Plan], ...]:
+    hopper = card.backend == "cuda" and card.arch == 90
     if p.dtype == torch.float32:
-        return _FLOAT32
-    mixed = "t0" in p.mask or "&" in p.mask or "|" in p.mask or _bias_of_pairs(p)
+        return (*_HOPPER_FLOAT32, *_FLOAT32) if hopper else _FLOAT32
+    mixed = "t0" in p.mask or _bias_of_pairs(p)
+    joined = mixed or "&" in p.mask or "|" in p.mask
     if card.backend == "hip":
         return _AMD_MIXED if mixed else _AMD
-    if not card.wgmma:
-        return _MIXED if mixed else _AMPERE
-    if mixed:
-        return _MIXED if _array_of_pairs(p) else _HOPPER_MIXED
-    return _HOPPER if card.arch == 90 else _BLACKWELL
+    if hopper:
+        long = _HOPPER_LONG if p.N >= _LONG and p.p == 0 else _HOPPER
+        return _HOPPER_MIXED if mixed else long
+    if joined:
+        return _MIXED
+    return _BLACKWELL if card.wgmma else _AMPERE
 
 
 def _bias_of_pairs(p: Problem) -> bool:
     return min((1, 1, *(p.bias or ()))[-2:]) > 1
 
 
-def _array_of_pairs(p: Problem) -> bool:
-    """Whether a kind of the mask has an array along queries and keys."""
-    kinds = (KINDS.get(word) for word in re.findall(r"[a-z]+(?=\()", p.mask))
-    lays = (lay for kind in kinds if kind is not None for lay in kind.lay)
-    return any({"M", "N"} <= {axis[0] for axis in lay} for lay in lays)
-
-
 def shared_bytes(plan: Plan, card: Card, p: Problem) -> int:
     """Fast memory that a program may take: the tiles of k and v under way, and of a bias for each
-    pair; q where products read it from there or else the weights; room for what reductions
-    exchange. Tests hold it against what the compiler takes."""
+    pair; q where products read it from there or else the weights; of float32 the three parts of k
+    or v; room for what reductions exchange. Tests hold it against what the compiler takes."""
     d, e = padded(p.D), padded(p.E)
     from_shared = card.wgmma or p.dtype == torch.float32
     held = plan.tile_m * max(d if from_shared else 0, plan.tile_n)
     tiles = plan.stages * plan.tile_n * (d + e)
     pairs = 4 * plan.stages * plan.tile_m * plan.tile_n if _bias_of_pairs(p) else 0
+    if p.dtype == torch.float32 and card.backend == "cuda":
+        pairs += 6 * plan.tile_n * max(d, e)
     return p.dtype.itemsize * (tiles + held) + pairs + (2048 if card.arch == 90 else 8192)
 
 

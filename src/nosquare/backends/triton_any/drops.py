@@ -5,7 +5,8 @@
     kept   where (x << 16 where j is even, x where it is odd) >= level, as signed 32-bit integers
 
 which is the comparison of 16 bits with threshold - 32768, both shifted up by 16. Neighbouring keys
-share x; it is written for each of them, on (j >> 1), and the compiler sees that they are equal.
+share x: a tile that has keys across makes one for two columns (kept_across), and one that has them
+down is put in an order in which the compiler sees it (down).
 
 drop = (seed, level, offsets of b, h, i, j)
 """
@@ -36,12 +37,23 @@ def row_keys(drop, b, h, i, F: tl.constexpr):
 
 
 @triton.jit
+def _hashed(x, keys):
+    k0, k1 = keys
+    x ^= k0
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x ^= k1
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def kept(keys, drop, start, step, F: tl.constexpr):
     """Which of the keys start + step are kept by rows with these keys.
 
     start  first key of a tile, an even scalar; step: int32, from 0 on; broadcast with the keys
     """
-    k0, k1 = keys
     first = start + drop[5]
     if F.odd:
         place = first + step
@@ -50,12 +62,29 @@ def kept(keys, drop, start, step, F: tl.constexpr):
     else:
         x = (first >> 1).to(tl.uint32) + (step >> 1).to(tl.uint32)
         even = (step & 1) == 0
-    x ^= k0
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x ^= k1
-    x *= 0x846CA68B
-    x ^= x >> 16
-    bits = tl.where(even, x << 16, x)
-    return bits.to(tl.int32, bitcast=True) >= drop[1]
+    x = _hashed(x, keys)
+    return tl.where(even, x << 16, x).to(tl.int32, bitcast=True) >= drop[1]
+
+
+@triton.jit
+def kept_across(keys, drop, start, F: tl.constexpr, TILE: tl.constexpr):
+    """Which of the keys [start, start + TILE) are kept, keys across: one hash for two of them."""
+    if F.odd:
+        stays = kept(keys, drop, start, tl.arange(0, TILE)[None, :], F)
+    else:
+        pair = tl.arange(0, TILE // 2)[None, :].to(tl.uint32)
+        x = _hashed(((start + drop[5]) >> 1).to(tl.uint32) + pair, keys)
+        stays = tl.interleave(x << 16, x).to(tl.int32, bitcast=True) >= drop[1]
+    return stays
+
+
+@triton.jit
+def down(F: tl.constexpr, TILE: tl.constexpr):
+    """The keys of a tile that has them down, row by row, from 0 on. Under dropout the two keys of a
+    hash stand in rows r and r + 8, which a thread of the matrix units has both of: it hashes once.
+    """
+    row = tl.arange(0, TILE)
+    if F.dropout:
+        return (row & -16) | ((row & 7) << 1) | ((row >> 3) & 1)
+    else:
+        return row

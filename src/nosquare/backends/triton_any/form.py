@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ...inputs import Inputs
 from ...problem import Problem
 from ...spelling import parse
 from . import masks
-from .compiled import Count, Small
+from .compiled import INTERPRETED, Count, Small
 
 LOG2E = math.log2(math.e)
 META = torch.device("meta")  # of stand-ins: arrays without memory
@@ -35,9 +35,11 @@ class Form:
     plain        a score is scale * q.k alone: kernels then leave the scale to the exponential
     flip         q is to be multiplied by numbers' sign: plain, and the scale is not above 0
     bias         along which of "m" and "n" it varies; None without one
+    bias_unit    numbers of a bias of neighbouring keys lie side by side
     seed_ptr     the seed lies on the device
     odd          the key offset of dropout is odd, so hash pairs straddle tiles
-    ieee         float32 products
+    precision    of products, in Triton's words: float32 by six products of bfloat16, three of which
+                 hold all 24 bits of a number; its interpreter has float32
     packed       sequences side by side, with cu
     folded       the query heads of a group are rows of one tile
     split        keys are shared among programs: what each saw is merged later
@@ -56,11 +58,12 @@ class Form:
     dropout: bool
     seed_ptr: bool
     odd: bool
-    ieee: bool
+    precision: str
     packed: bool
     flip: bool
     folded: bool = False
     split: bool = False
+    bias_unit: bool = False
 
     @property
     def plain(self) -> bool:
@@ -204,6 +207,7 @@ def call_of(problem: Problem, x: Inputs) -> Call:
         if laid.dtype == torch.float64:  # tiles of it would take twice the fast memory
             laid = laid.float()
         more["bias"] = (laid, *_steps(laid))
+        more["form"] = replace(call.form, bias_unit=laid.stride(-1) == 1)
     if x.sinks is not None:
         more["sinks"] = _per_head(problem, x.sinks)
     if x.alibi is not None:
@@ -236,7 +240,7 @@ def _with_mask(p: Problem, arrays: Sequence[Tensor], seed_ptr: bool) -> Call:
         dropout=p.p > 0,
         seed_ptr=seed_ptr,
         odd=p.offsets[3] % 2 == 1,
-        ieee=p.dtype == torch.float32,
+        precision="bf16x6" if p.dtype == torch.float32 and not INTERPRETED else "ieee",
         packed=p.packed,
         flip=plain and p.scale <= 0,
     )

@@ -9,7 +9,7 @@ needs no atomics, has one order, and every number of dbias is written once.
 import triton
 import triton.language as tl
 
-from .grad_tile import across, head_facts, row_facts, rows_at, slopes, weights
+from .grad_tile import across, head_facts, row_facts, rows_at, slopes, undropped, weights
 from .sight import some, visible
 
 
@@ -25,7 +25,6 @@ def _pairs(
     """
     numbers, bias, alibi, drop, mask = extras
     i0, j0, m, n = tile
-    step = tl.arange(0, TILE_N)[None, :]
     i = i0 + tl.arange(0, TILE_M)
     j = j0 + tl.arange(0, TILE_N)
     d = tl.arange(0, F.D_PAD)
@@ -43,19 +42,19 @@ def _pairs(
     v_tile = rows_at(v_at, (j < n)[:, None], e, F.E, F.E_PAD, MASKED)
     i = i[:, None]
     j = j[None, :]
-    raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F)
+    raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=F.precision)
+    p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F, MASKED)
     keep = j < n
     if MASKED:
         keep = seen if F.mask.looks else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
         p = tl.where(keep, p, 0.0)
     if EXACT:
         p = p * share[:, None]
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=F.precision)
     keys = (k0, k1)
     if F.dropout:
         keys = (k0[:, None], k1[:, None])
-    _, ds = slopes(*(p, dp, delta[:, None], keys, keep, j0, step, numbers, drop, F, MASKED))
+    _, ds = slopes(p, dp, delta[:, None], keys, keep, j0, numbers, drop, F, MASKED, TILE_N, False)
     return total + ds
 
 
@@ -123,4 +122,5 @@ def bias_kernel(
     i = i0 + tl.arange(0, TILE_M)
     j = j0 + tl.arange(0, TILE_N)
     to = dbias[0] + b0 * dbias[1] + h0 * dbias[2] + i.to(tl.int64)[:, None] * dbias[3] + j[None, :]
+    total *= undropped(numbers, F)
     tl.store(to, total.to(dbias[0].dtype.element_ty), mask=(i < m)[:, None] & (j < n)[None, :])

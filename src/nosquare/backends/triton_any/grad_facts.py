@@ -102,9 +102,9 @@ def share_kernel(
             col = j.to(tl.int64)[:, None]
             k_at = k[0] + b * k[1] + hk * k[2] + col * k[3] + across(d, k[4], F)[None, :]
             k_tile = rows_at(k_at, (j < hi)[:, None], d, F.D, F.D_PAD, True)
-            raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=F.precision)
             j = j[None, :]
-            p = weights(raw, ref[:, None], b, h, i[:, None], j, m, n, numbers, bias, alibi, F)
+            p = weights(raw, ref[:, None], b, h, i[:, None], j, m, n, numbers, bias, alibi, F, True)
             keep = F.mask.keep(mask, b, h, i[:, None], j, m, n) & (i < m)[:, None] & (j < hi)
             total += tl.sum(tl.where(keep, p, 0.0), 1)
         share = tl.where(total > 0.0, 1.0 / total, 1.0)

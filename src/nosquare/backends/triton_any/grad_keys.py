@@ -13,6 +13,7 @@ and v. Whole tiles, which nothing hides a pair of, come first, without masks and
 import triton
 import triton.language as tl
 
+from .drops import down
 from .grad_tile import (
     across,
     head_facts,
@@ -22,6 +23,7 @@ from .grad_tile import (
     slopes,
     tiles_seeing,
     uncapped,
+    undropped,
     weights,
 )
 from .sight import narrowed, some, visible
@@ -43,46 +45,49 @@ def _queries(
     b, h, i0, j0, m, n = at
     numbers, bias, alibi, drop, mask = extras
     kind = k.dtype
-    step = tl.arange(0, TILE_N)[:, None]
+    step = down(F, TILE_N)[:, None]
     j = j0 + step
     i = i0 + tl.arange(0, TILE_M)
     ref, delta, share, k0, k1 = row_facts(facts, i, m, MASKED, F, EXACT)
     d = tl.arange(0, F.D_PAD)
     e = tl.arange(0, F.E_PAD)
-    row = i.to(tl.int64)[:, None]
-    q_at = q[0] + row * q[1] + across(d, q[2], F)[None, :]
-    do_at = do[0] + row * do[1] + e[None, :]
+    row = tl.arange(0, TILE_M)[:, None]
+    q_at = (q[0] + i0 * q[1]) + (row * q[1] + across(d, q[2], F)[None, :])
+    do_at = (do[0] + i0 * do[1]) + (row * do[1] + e[None, :])
     # rows that see no key may hold NaN: they are not read at all
     live = (ref > float("-inf"))[:, None]
     rows_q = rows_at(q_at, live, d, F.D, F.D_PAD, MASKED)
     rows_do = rows_at(do_at, live, e, F.E, F.E_PAD, MASKED)
     i = i[None, :]
-    raw = tl.dot(k, tl.trans(rows_q), input_precision="ieee")
-    p = weights(raw, ref[None, :], b, h, i, j, m, n, numbers, bias, alibi, F)
+    raw = tl.dot(k, tl.trans(rows_q), input_precision=F.precision)
+    p = weights(raw, ref[None, :], b, h, i, j, m, n, numbers, bias, alibi, F, MASKED)
     keep = i < m
     if MASKED:
         keep = seen if F.mask.by_head else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < n)
         p = tl.where(keep, p, 0.0)
     if EXACT:
         p = p * share[None, :]
-    dp = tl.dot(v, tl.trans(rows_do), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(rows_do), input_precision=F.precision)
     keys = (k0, k1)
     if F.dropout:
         keys = (k0[None, :], k1[None, :])
-    dropped, ds = slopes(*(p, dp, delta[None, :], keys, keep, j0, step, numbers, drop, F, MASKED))
-    dv = tl.dot(dropped.to(kind), rows_do, dv, input_precision="ieee")
+    dropped, ds = slopes(
+        *(p, dp, delta[None, :], keys, keep, j0, numbers, drop, F, MASKED, TILE_N, True)
+    )
+    dv = tl.dot(dropped.to(kind), rows_do, dv, input_precision=F.precision)
     if BY_KEY:
         dbias += tl.sum(ds, 1)
     ds = uncapped(ds, raw, keep, numbers, F, MASKED).to(kind)
-    dk = tl.dot(ds, rows_q, dk, input_precision="ieee")
+    dk = tl.dot(ds, rows_q, dk, input_precision=F.precision)
     if ADD:
         if MASKED and not F.mask.tight:  # a key that none of these rows sees may hold NaN
             k = tl.where(tl.max(keep.to(tl.int32), 1)[:, None] > 0, k, 0.0)
-        part = tl.dot(tl.trans(ds), k, input_precision="ieee")
+        part = tl.dot(tl.trans(ds), k, input_precision=F.precision)
         inside = (d < F.D)[None, :]
         if MASKED:
             inside = inside & live
-        tl.atomic_add(dq[0] + row * dq[1] + d[None, :], part, mask=inside, sem="relaxed")
+        to = (dq[0] + i0 * dq[1]) + (row * dq[1] + d[None, :])
+        tl.atomic_add(to, part * undropped(numbers, F), mask=inside, sem="relaxed")
     return dk, dv, dbias
 
 
@@ -101,7 +106,7 @@ def keys_kernel(
         return
     d = tl.arange(0, F.D_PAD)
     e = tl.arange(0, F.E_PAD)
-    j = j0 + tl.arange(0, TILE_N)
+    j = j0 + down(F, TILE_N)
     col = (k0 + j).to(tl.int64)[:, None]
     there = (j < n)[:, None]
     k_at = k[0] + b * k[1] + hk * k[2] + col * k[3] + across(d, k[4], F)[None, :]
@@ -152,10 +157,11 @@ def keys_kernel(
                 )
         if BY_KEY:
             to = dbias[0] + b * dbias[1] + h * dbias[2] + j
-            tl.store(to, sums[2], mask=j < n)
+            tl.store(to, sums[2] * undropped(numbers, F), mask=j < n)
             sums = (sums[0], sums[1], tl.zeros([TILE_N], tl.float32))
     kind = k_tile.dtype
+    more = undropped(numbers, F)
     dk_at = dk[0] + b * dk[1] + hk * dk[2] + col * dk[3] + d[None, :]
     dv_at = dv[0] + b * dv[1] + hk * dv[2] + col * dv[3] + e[None, :]
-    tl.store(dk_at, (sums[0] * numbers[2]).to(kind), mask=there & (d < F.D)[None, :])
-    tl.store(dv_at, sums[1].to(kind), mask=there & (e < F.E)[None, :])
+    tl.store(dk_at, (sums[0] * (numbers[2] * more)).to(kind), mask=there & (d < F.D)[None, :])
+    tl.store(dv_at, (sums[1] * more).to(kind), mask=there & (e < F.E)[None, :])

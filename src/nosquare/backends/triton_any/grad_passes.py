@@ -26,6 +26,8 @@ from .grad_plan import (
     AT_ONCE,
     FACT_PART,
     FACT_ROWS,
+    OWN,
+    PAIRS,
     SHARE,
     Plan,
     Tile,
@@ -86,7 +88,7 @@ class Work:
         if plan.bias and x.bias is not None:
             parts = (p.B, p.Hq, 1, p.N) if plan.bias == "n" else (p.B, p.Hq, p.M, 1)
             laid = tuple(lay_out_bias(x.bias, p.batch).shape)
-            work._share("dbias", x.bias, laid, laid if plan.bias == "mn" else parts)
+            work._share("dbias", x.bias, laid, laid if plan.bias in PAIRS else parts)
         if "s" in p.grads and x.sinks is not None:
             laid = tuple(per_head(x.sinks, () if p.packed else p.batch, p.Hq).shape)
             work._share("dsinks", x.sinks, laid, (_entries(p), p.Hq, 1, 1))
@@ -98,7 +100,7 @@ class Work:
         whole = math.prod(laid) == of.numel()  # not where `of` varies along some batch axes only
         # Triton's interpreter cuts numbers off to bfloat16, where a card rounds
         whole = whole and not (compiled.INTERPRETED and of.dtype == torch.bfloat16)
-        pairs = name == "dbias" and self.plan.bias == "mn"
+        pairs = name == "dbias" and self.plan.bias in PAIRS
         if whole and laid == parts and of.dtype.itemsize <= 4 and (pairs or name == "dsinks"):
             self.made[name] = torch.empty(laid, dtype=of.dtype, device=META)
             return
@@ -118,6 +120,13 @@ class Work:
             strides = t.stride() if user is None else torch.empty(shape, device=META).stride()
             found[name] = tuple(shape), strides, t.dtype
         return found
+
+    def zeroed(self) -> tuple[str, ...]:
+        """What is to be 0 before they run."""
+        p, made = self.p, ["sums of dq"] if self.plan.add else []
+        if self.plan.bias == OWN and p.mask != "full()":
+            made.append("sums of dbias" if "sums of dbias" in self.made else "dbias")
+        return tuple(made)
 
     def passes(self, call: Call) -> Iterator[Step]:
         """The kernels, in the order in which they run."""
@@ -192,10 +201,13 @@ class Work:
 
     def _queries(self, own: Arguments, exact: bool) -> Step:
         p, tile, by_query = self.p, self.plan.queries, self.plan.bias in ("m", "-")
-        partial: tuple[Any, ...] = (self.facts[0], 0, 0)  # not used
+        partial: tuple[Any, ...] = (self.facts[0], 0, 0, 0)  # not used
+        own_pairs = self.plan.bias == OWN
         if by_query:
-            partial = (self._written("dbias"), Count(p.Hq * p.M), Count(p.M))
-        constants = _constants(tile, EXACT=exact, BY_QUERY=by_query)
+            partial = (self._written("dbias"), Count(p.Hq * p.M), Count(p.M), 0)
+        if own_pairs:
+            partial = (self._written("dbias"), p.Hq * p.M * p.N, p.M * p.N, p.N)
+        constants = _constants(tile, EXACT=exact, BY_QUERY=by_query, OWN=own_pairs)
         grid = tiles_of(p, p.M, tile.m) * p.Hq
         arguments = (*own, rows_of(p, self.made["dq"])[:4], partial)
         return Step(queries_kernel, grid, arguments, constants, tile.warps, tile.stages)
@@ -237,7 +249,7 @@ def _by_keys(p: Problem, plan: Plan) -> bool:
 
 def _by_queries(p: Problem, plan: Plan) -> bool:
     """Whether there is a pass for dq."""
-    return ("q" in p.grads and not plan.add) or plan.bias in ("m", "-")
+    return ("q" in p.grads and not plan.add) or plan.bias in ("m", "-", OWN)
 
 
 def whole(p: Problem, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -16,6 +16,8 @@ from .form import padded
 
 FACT_ROWS, FACT_PART = 64, 64  # rows of a program of the delta kernel; the part of E it holds
 SHARE = (64, 64)  # tile of the share kernel
+OWN = "bhmn"  # of Plan.bias
+PAIRS = ("mn", OWN)
 AT_ONCE = 128  # tiles of queries that a program looks for together
 
 
@@ -45,10 +47,27 @@ WIDEST: Table = {
     },
 }
 HOPPER: Table = {
-    "keys": {64: (Tile(64, 128, 8, 2),), 128: (Tile(64, 128, 8, 2),), **WIDEST["keys"]},
-    "queries": {64: (Tile(128, 64, 8, 3),), 128: (Tile(128, 64, 8, 2),), **WIDEST["queries"]},
-    "pairs": {64: (Tile(128, 64, 8, 2),), 128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))},
+    "keys": {64: (Tile(32, 128, 4, 3),), 128: (Tile(32, 64, 4, 3),), **WIDEST["keys"]},
+    "queries": {64: (Tile(128, 64, 4, 3),), 128: (Tile(64, 64, 4, 2),), **WIDEST["queries"]},
+    "pairs": {64: (Tile(64, 64, 4, 2),), 128: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1))},
 }
+# where the hash of dropout, or a bias of pairs, takes registers and time
+HOPPER_DROPOUT: Table = {
+    "keys": {64: (Tile(64, 64, 4, 1),), 128: (Tile(32, 64, 4, 3),), **WIDEST["keys"]},
+    "queries": {64: (Tile(64, 64, 4, 3),), 128: (Tile(128, 64, 8, 3),), **WIDEST["queries"]},
+    "pairs": HOPPER["pairs"],
+}
+HOPPER_BIAS: Table = {
+    "keys": {64: (Tile(64, 64, 4, 1),), 128: (Tile(32, 64, 4, 2),), **WIDEST["keys"]},
+    "queries": {128: (Tile(64, 64, 4, 2),), **WIDEST["queries"]},
+    "pairs": HOPPER["pairs"],
+}
+HOPPER_FLOAT32: Table = {
+    "keys": {64: (Tile(64, 128, 8, 1),), 128: (Tile(32, 128, 8, 1),)},
+    "queries": {64: (Tile(128, 64, 8, 1),), 128: (Tile(128, 32, 8, 1),)},
+    "pairs": {},
+}
+HOPPER_ADD: Table = {**HOPPER_FLOAT32, "keys": {64: (Tile(64, 64, 4, 1),)}}  # Plan.add
 # operands of a product lie in registers there, and 64 x 128 would spill
 OTHER: Table = {
     "keys": {
@@ -69,17 +88,14 @@ AMD: Table = {
     "pairs": {},
 }
 FLOAT32: Table = {
-    "keys": {
-        64: (Tile(32, 32, 4, 1),),
-        128: (Tile(16, 32, 4, 1),),
-        256: (Tile(16, 32, 8, 1), Tile(16, 32, 4, 1)),
-    },
-    "queries": {
-        64: (Tile(32, 32, 4, 1),),
-        128: (Tile(32, 16, 4, 1),),
-        256: (Tile(32, 16, 8, 1), Tile(32, 16, 4, 1)),
-    },
+    "keys": {64: (Tile(32, 32, 4, 1),), 128: (Tile(16, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)},
+    "queries": {64: (Tile(32, 32, 4, 1),), 128: (Tile(32, 16, 8, 1),), 256: (Tile(16, 16, 8, 1),)},
     "pairs": {128: (Tile(32, 32, 4, 1),)},
+}
+AMD_FLOAT32: Table = {
+    "keys": {64: (Tile(32, 32, 4, 1),), 128: (Tile(16, 32, 4, 1),), 256: (Tile(16, 16, 4, 1),)},
+    "queries": {64: (Tile(32, 32, 4, 1),), 128: (Tile(32, 16, 4, 1),), 256: (Tile(16, 16, 4, 1),)},
+    "pairs": FLOAT32["pairs"],
 }
 FORCED: Tile | None = None  # set by tests that want small tiles
 
@@ -91,7 +107,8 @@ class Plan:
     keys, queries, pairs  of the passes for dk and dv, for dq, for the gradient of a bias
     add    dq comes from the pass for dk and dv, by atomics, in an order that changes
     exact  weights of rows with a large lse are divided by their sum
-    bias   "mn", "n", "m" or "-": axes along which a wanted gradient of a bias varies; "" for none
+    bias   "mn", "n", "m" or "-": axes along which a wanted gradient of a bias varies; "bhmn" where
+           no two pairs share a number, and the pass for dq writes it; "" for none
     """
 
     card: Card
@@ -121,6 +138,8 @@ def fitting(p: Problem, card: Card) -> Plan | None:
     along = ""
     if shape is not None and "b" in p.grads:
         along = "".join(c for c, n in zip("mn", shape, strict=True) if n > 1) or "-"
+        if along == "mn" and math.prod(p.bias or ()) == p.B * p.Hq * p.M * p.N:
+            along = OWN
     found = []
     for name in ("keys", "queries", "pairs"):
         tiles = (
@@ -136,7 +155,7 @@ def fitting(p: Problem, card: Card) -> Plan | None:
         return None
     # where nothing is added to scores, they and their bounds are as large as lse
     exact = p.bias is not None or p.alibi is not None
-    return Plan(card, keys, queries, pairs, exact=exact, bias=along)
+    return Plan(card, keys, queries, pairs, add=_adds(p, card), exact=exact, bias=along)
 
 
 def _candidates(p: Problem, name: str, card: Card) -> Iterator[Tile]:
@@ -144,15 +163,35 @@ def _candidates(p: Problem, name: str, card: Card) -> Iterator[Tile]:
         yield FORCED
         return
     width = max(padded(p.D), padded(p.E))
-    table = {("cuda", 90): HOPPER, ("hip", card.arch): AMD}.get((card.backend, card.arch), OTHER)
-    if p.dtype == torch.float32:
-        table = FLOAT32
-    if name == "keys" and width == 128 and p.bias is not None and table in (HOPPER, OTHER):
-        yield Tile(32, 128 if table is HOPPER else 64, 8, 2)  # the bias needs registers too
-    for most, tiles in table[name].items():
+    tables = _tables(p, card)
+    if name == "keys" and width == 128 and p.bias is not None and OTHER in tables:
+        yield Tile(32, 64, 8, 2)  # the bias needs registers too
+    for most, tiles in (item for table in tables for item in table[name].items()):
         if width <= most:
             yield from tiles
     yield from SMALL
+
+
+def _tables(p: Problem, card: Card) -> tuple[Table, ...]:
+    """Whose tiles are tried, one table after the other."""
+    hopper = card.backend == "cuda" and card.arch == 90
+    if p.dtype == torch.float32:
+        own = HOPPER_ADD if _adds(p, card) else HOPPER_FLOAT32
+        more = AMD_FLOAT32 if card.backend == "hip" else FLOAT32
+        return (own, more) if hopper else (more,)
+    if not hopper:
+        return (AMD if card.backend == "hip" else OTHER,)
+    if p.bias is not None:
+        return (HOPPER_BIAS,)
+    return (HOPPER_DROPOUT if p.p > 0 else HOPPER,)
+
+
+def _adds(p: Problem, card: Card) -> bool:
+    """Whether dq comes by atomics: five products instead of seven, where the units that multiply
+    are what is waited for. At width 128 there are not enough registers for it."""
+    narrow = max(padded(p.D), padded(p.E)) <= 64
+    pays = p.dtype == torch.float32 and card.backend == "cuda" and card.arch == 90 and narrow
+    return pays and not p.deterministic and {"q", "k", "v"} <= set(p.grads)
 
 
 def shared_bytes(p: Problem, name: str, tile: Tile, card: Card) -> int:
@@ -168,8 +207,10 @@ def shared_bytes(p: Problem, name: str, tile: Tile, card: Card) -> int:
     elif int(card.arch) >= 100:  # and there both operands of a product are in fast memory
         rows += other
     turned = other * max(d, e) if tile.stages == 1 else 0
+    three = p.dtype == torch.float32 and card.backend == "cuda"
+    parts = 2 * turned + 4096 if three else 0  # bfloat16 that a number is split into
     scores = tile.m * tile.n * (copies * p.dtype.itemsize + (4 if p.bias is not None else 0))
-    return p.dtype.itemsize * (rows * (d + e) + turned) + scores + 4096
+    return p.dtype.itemsize * (rows * (d + e) + turned) + parts + scores + 4096
 
 
 def workspace_bytes(p: Problem, plan: Plan) -> int:

@@ -11,15 +11,25 @@ of seven products. Whole tiles come first, without masks and bounds.
 import triton
 import triton.language as tl
 
-from .grad_tile import across, head_facts, place, row_facts, rows_at, slopes, uncapped, weights
+from .grad_tile import (
+    across,
+    head_facts,
+    place,
+    row_facts,
+    rows_at,
+    slopes,
+    uncapped,
+    undropped,
+    weights,
+)
 from .sight import narrowed, some, visible
 
 
 @triton.jit
 def _keys(
-    sums, q, do, rows, k, v, at, seen, extras,
+    sums, q, do, rows, k, v, dbias_h, at, seen, extras,
     F: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
-    BY_QUERY: tl.constexpr,
+    BY_QUERY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys added to sums = (dq, dbias).
 
@@ -36,14 +46,14 @@ def _keys(
     j = j0 + step
     d = tl.arange(0, F.D_PAD)
     e = tl.arange(0, F.E_PAD)
-    col = j.to(tl.int64)[:, None]
-    k_at = k[0] + col * k[1] + across(d, k[2], F)[None, :]
-    v_at = v[0] + col * v[1] + across(e, v[2], F)[None, :]
+    col = step[:, None]
+    k_at = (k[0] + j0 * k[1]) + (col * k[1] + across(d, k[2], F)[None, :])
+    v_at = (v[0] + j0 * v[1]) + (col * v[1] + across(e, v[2], F)[None, :])
     k_tile = rows_at(k_at, (j < hi)[:, None], d, F.D, F.D_PAD, MASKED)
     v_tile = rows_at(v_at, (j < hi)[:, None], e, F.E, F.E_PAD, MASKED)
     j = j[None, :]
-    raw = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-    p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F)
+    raw = tl.dot(q, tl.trans(k_tile), input_precision=F.precision)
+    p = weights(raw, ref[:, None], b, h, i, j, m, n, numbers, bias, alibi, F, MASKED)
     keep = j < hi
     if MASKED:
         keep = seen if F.mask.holes else F.mask.keep(mask, b, h, i, j, m, n) & (i < m) & (j < hi)
@@ -52,27 +62,33 @@ def _keys(
             k_tile = tl.where(tl.max(keep.to(tl.int32), 0)[:, None] > 0, k_tile, 0.0)
     if EXACT:
         p = p * share[:, None]
-    dp = tl.dot(do, tl.trans(v_tile), input_precision="ieee")
+    dp = tl.dot(do, tl.trans(v_tile), input_precision=F.precision)
     keys = (k0, k1)
     if F.dropout:
         keys = (k0[:, None], k1[:, None])
-    _, ds = slopes(
-        *(p, dp, delta[:, None], keys, keep, j0, step[None, :], numbers, drop, F, MASKED)
-    )
+    _, ds = slopes(p, dp, delta[:, None], keys, keep, j0, numbers, drop, F, MASKED, TILE_N, False)
     if BY_QUERY:
         dbias += tl.sum(ds, 1)
+    if OWN:
+        to = (dbias_h[0] + j0) + (i * dbias_h[1] + step[None, :])
+        own = (ds * undropped(numbers, F)).to(dbias_h[0].dtype.element_ty)
+        if MASKED:
+            tl.store(to, own, mask=(i < m) & (j < n))
+        else:
+            tl.store(to, own)
     ds = uncapped(ds, raw, keep, numbers, F, MASKED).to(kind)
-    return tl.dot(ds, k_tile, dq, input_precision="ieee"), dbias
+    return tl.dot(ds, k_tile, dq, input_precision=F.precision), dbias
 
 
 @triton.jit
 def queries_kernel(
     q, k, v, do, facts, dq, dbias, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, BY_QUERY: tl.constexpr,
+    EXACT: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """dq (Hq, M, D) of every entry, written once, in its own dtype; dbias (B, Hq, M) float32 sums
-    of the gradient of a bias that does not vary along keys (BY_QUERY)."""
+    """dq (Hq, M, D) of every entry, written once, in its own dtype; dbias: (B, Hq, M) float32 sums
+    of the gradient of a bias that does not vary along keys (BY_QUERY), or (B, Hq, M, N), that of a
+    bias of which every pair has its own number: what no tile with a visible pair covers is left."""
     b, h, i0, m, n, q0, k0 = place(sizes, cu, False, TILE_M, F)
     if i0 >= m:
         return
@@ -105,12 +121,13 @@ def queries_kernel(
         full = tl.maximum(tl.cdiv(first, TILE_N) * TILE_N, lo)
         end = tl.maximum(tl.minimum(last, hi) // TILE_N * TILE_N, full)
     extras = (numbers, bias, alibi, drop, mask)
+    dbias_h = (dbias[0] + b * dbias[1] + h * dbias[2], dbias[3])
     D_PAD: tl.constexpr = F.D_PAD
     sums = (tl.zeros([TILE_M, D_PAD], tl.float32), tl.zeros([TILE_M], tl.float32))
     for j0 in tl.range(full, end, TILE_N, num_stages=STAGES):
         sums = _keys(
-            *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n)),
-            *(True, extras, F, TILE_N, False, EXACT, BY_QUERY),
+            *(sums, q_tile, do_tile, rows, k_h, v_h, dbias_h, (b, h, i[:, None], j0, hi, m, n)),
+            *(True, extras, F, TILE_N, False, EXACT, BY_QUERY, OWN),
         )
     for at in tl.range(lo, hi - (end - full), TILE_N, num_stages=STAGES):
         j0 = tl.where(at < full, at, at + (end - full))
@@ -120,11 +137,12 @@ def queries_kernel(
             work = some(seen)
         if work:
             sums = _keys(
-                *(sums, q_tile, do_tile, rows, k_h, v_h, (b, h, i[:, None], j0, hi, m, n)),
-                *(seen, extras, F, TILE_N, True, EXACT, BY_QUERY),
+                *(sums, q_tile, do_tile, rows, k_h, v_h, dbias_h, (b, h, i[:, None], j0, hi, m, n)),
+                *(seen, extras, F, TILE_N, True, EXACT, BY_QUERY, OWN),
             )
     dq_at = dq[0] + b * dq[1] + h * dq[2] + row * dq[3] + d[None, :]
     inside = (i < m)[:, None] & (d < F.D)[None, :]
-    tl.store(dq_at, (sums[0] * numbers[2]).to(q_tile.dtype), mask=inside)
+    more = undropped(numbers, F)
+    tl.store(dq_at, (sums[0] * (numbers[2] * more)).to(q_tile.dtype), mask=inside)
     if BY_QUERY:
-        tl.store(dbias[0] + b * dbias[1] + h * dbias[2] + i, sums[1], mask=i < m)
+        tl.store(dbias[0] + b * dbias[1] + h * dbias[2] + i, sums[1] * more, mask=i < m)

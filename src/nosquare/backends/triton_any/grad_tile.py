@@ -8,7 +8,7 @@ The caller shapes i, j and the facts of rows: queries down and keys across, or t
 import triton
 import triton.language as tl
 
-from .drops import kept
+from .drops import down, kept, kept_across
 from .places import sequence_of, tokens_of
 from .scores import cap_slope, capped, scored
 
@@ -104,31 +104,44 @@ def row_facts(facts, i, m, BOUNDED: tl.constexpr, F: tl.constexpr, EXACT: tl.con
 
 
 @triton.jit
-def weights(raw, ref, b, h, i, j, m, n, numbers, bias, alibi, F: tl.constexpr):
+def weights(
+    raw, ref, b, h, i, j, m, n, numbers, bias, alibi, F: tl.constexpr, BOUNDED: tl.constexpr
+):
     """exp(s - lse) from the raw product q.k; anything where the pair is hidden."""
     if F.plain:
         p = tl.exp2(raw * (numbers[2] * LOG2E) + ref)
     else:  # in natural units, so that a bias of finfo.min stays finite
-        s = scored(raw, b, h, i, j, m, n, numbers, bias, alibi, F)
+        s = scored(raw, b, h, i, j, m, n, numbers, bias, alibi, F, BOUNDED)
         p = tl.exp2((s + ref) * LOG2E)
     return p
 
 
 @triton.jit
 def slopes(
-    p, dp, delta, keys, keep, j0, step, numbers, drop, F: tl.constexpr, MASKED: tl.constexpr
-):
-    """p after dropout, and ds of the score after softcap, of the keys j0 + step."""
+    p, dp, delta, keys, keep, j0, numbers, drop,
+    F: tl.constexpr, MASKED: tl.constexpr, TILE_N: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """p after dropout, and ds of the score after softcap; `undropped` times them is what they are.
+    Keys from j0 on lie across, or DOWN as drops.down has them."""
     dropped = p
     if F.dropout:
-        stays = kept(keys, drop, j0, step, F)
-        more = 1.0 / numbers[5]
-        dp = tl.where(stays, dp * more, 0.0)
-        dropped = tl.where(stays, p * more, 0.0)
-    ds = p * (dp - delta)
+        if DOWN:
+            stays = kept(keys, drop, j0, down(F, TILE_N)[:, None], F)
+        else:
+            stays = kept_across(keys, drop, j0, F, TILE_N)
+        dropped = tl.where(stays, p, 0.0)
+        ds = dropped * dp - p * (delta * numbers[5])
+    else:
+        ds = p * (dp - delta)
     if MASKED:  # dp of a hidden pair may be anything
         ds = tl.where(keep, ds, 0.0)
     return dropped, ds
+
+
+@triton.jit
+def undropped(numbers, F: tl.constexpr):
+    """What sums of what `slopes` gives are multiplied by, once: 1 / (1 - rate)."""
+    return 1.0 / numbers[5] if F.dropout else 1.0
 
 
 @triton.jit

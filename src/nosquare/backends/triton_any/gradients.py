@@ -46,12 +46,14 @@ class Ready(NamedTuple):
 
     made    shape, strides and dtype of what the passes write, by name: see Work
     left    what torch is to sum, and to which shape
+    zeroed  what passes add to, or leave where no pair is visible
     words, parts  of the workspace, float32: where the facts of rows are in it
     turned  whether o, lse or their cotangents are copied in each call
     """
 
     made: dict[str, tuple[Any, ...]]
     left: dict[str, tuple[int, ...]]
+    zeroed: tuple[str, ...]
     words: int
     parts: tuple[Place, ...]
     launches: Launches
@@ -96,8 +98,8 @@ def backward(
         for name, (shape, strides, dtype) in ready.made.items()
     }
     work = torch.empty(ready.words, dtype=torch.float32, device=p.device)
-    if plan.add:
-        made["sums of dq"].zero_()
+    for name in ready.zeroed:
+        made[name].zero_()
     values += compiled.values_of(made.values())
     values += compiled.pointers(work, ready.parts)
     compiled.launch(ready.launches, p.device, values)
@@ -137,6 +139,7 @@ def _prepare(p: Problem, plan: Plan, x: Inputs, rows: tuple[Tensor, ...]) -> Rea
     return Ready(
         made=work.outputs(),
         left=work.left,
+        zeroed=work.zeroed(),
         words=words(p, plan),
         parts=places(p, plan),
         launches=compiled.prepared(passes, plan.card, p.device, varying),

@@ -32,19 +32,20 @@ def cap_slope(score, numbers):
 
 
 @triton.jit
-def biased(score, b, h, i, j, m, n, bias, alibi, F: tl.constexpr):
-    """The score plus alibi and bias; nothing is read where i >= m or j >= n."""
+def biased(score, b, h, i, j, m, n, bias, alibi, F: tl.constexpr, BOUNDED: tl.constexpr):
+    """The score plus alibi and bias. Rows from m on repeat the last; BOUNDED: keys from n on may
+    come, and nothing is read there."""
     if F.alibi:
         slope = tl.load(alibi[0] + b * alibi[1] + h * alibi[2]).to(tl.float32)
         score -= slope * tl.abs(i + (n - m) - j).to(tl.float32)
     if F.bias is not None:
         at = bias[0] + b * bias[1] + h * bias[2]
-        if F.bias == "mn":
-            more = tl.load(at + i * bias[3] + j * bias[4], mask=(i < m) & (j < n), other=0.0)
-        elif F.bias == "m":
-            more = tl.load(at + i * bias[3], mask=i < m, other=0.0)
-        elif F.bias == "n":
-            more = tl.load(at + j * bias[4], mask=j < n, other=0.0)
+        if F.bias == "m" or F.bias == "mn":
+            at += tl.minimum(i, m - 1) * bias[3]
+        if F.bias == "n" or F.bias == "mn":
+            # numbers side by side are read many at a time, unless each has a bound of its own
+            at += j if F.bias_unit else j * bias[4]
+            more = tl.load(at, mask=j < n, other=0.0) if BOUNDED else tl.load(at)
         else:
             more = tl.load(at)
         score += more.to(tl.float32)
@@ -52,10 +53,10 @@ def biased(score, b, h, i, j, m, n, bias, alibi, F: tl.constexpr):
 
 
 @triton.jit
-def scored(raw, b, h, i, j, m, n, numbers, bias, alibi, F: tl.constexpr):
+def scored(raw, b, h, i, j, m, n, numbers, bias, alibi, F: tl.constexpr, BOUNDED: tl.constexpr):
     """From products q.k to scores before the mask, in the units of the module's docstring."""
     if F.plain:
         return raw
     else:
         score = capped(raw, numbers) if F.softcap else raw * numbers[2]
-        return biased(score, b, h, i, j, m, n, bias, alibi, F)
+        return biased(score, b, h, i, j, m, n, bias, alibi, F, BOUNDED)
