@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"mask": ns.Causal(), "softcap": 3.0},
     "dropout": {"mask": ns.Causal(), "dropout": ns.Dropout(0.2, 7, (1, 2, 3, 5))},
     "bias": {"bias": rnd(1, 4, 333, 500, seed=5)},
+    "bias of every pair": {"bias": rnd(2, 4, 333, 500, seed=5), "mask": ns.Causal()},
     "bias of a key, sinks": {"bias": rnd(4, 1, 500, seed=5), "sinks": rnd(4, seed=6)},
     "bias of a query, alibi": {"bias": rnd(333, 1, seed=5), "alibi": rnd(4, seed=6).abs()},
 }
@@ -42,6 +43,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_tiles_of_the_plan(name: str, d: int, dtype: torch.dtype) -> None:
     check(case(m=333, n=500, d=d, dtype=dtype, **OPTIONS[name]), attention, device="cuda")
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_that_is_read_many_numbers_at_a_time(
+    d: int, dtype: torch.dtype, entries: int
+) -> None:
+    """Its rows begin at multiples of 16 bytes, and whole tiles have no bounds."""
+    bias = rnd(entries, 4, 320, 512, seed=5, dtype=dtype)
+    for mask in (ns.Full(), ns.Causal()):
+        check(case(m=320, n=512, d=d, dtype=dtype, bias=bias, mask=mask), attention, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
