@@ -48,10 +48,10 @@ class Grid(NamedTuple):
 
 ROWS = Grid((64, 128), (32, 64, 128))
 FEW_ROWS = Grid((), (32, 64, 128), (2, 4, 8))
-KEYS = Grid((16, 32, 64), (64, 128))
+KEYS = Grid((16, 32, 64), (64, 128), stages=(1, 2, 3, 4))
 PAIRS = Grid((32, 64, 128), (32, 64, 128), stages=(1, 2, 3))
 # of float32, and of heads wider than WIDE
-SMALL = Grid((16, 32, 64), (16, 32, 64), stages=(1, 2))
+SMALL = Grid((16, 32, 64, 128), (16, 32, 64, 128), stages=(1, 2))
 WIDE = 256
 PASSES = {"keys": KEYS, "queries": ROWS, "pairs": PAIRS}
 
