@@ -116,11 +116,13 @@ def test_widths(d: int, e: int) -> None:
     assert Sizes("bf16", d, e, target_of("tiles")).rows == (64 if max(d, e) <= 64 else 32)
 
 
-def test_groups_that_see_other_blocks() -> None:
-    """Both groups of a tile see a block, one does, or none; one of them is alone in the last."""
+@pytest.mark.parametrize("width", [32, 80])
+def test_groups_that_see_other_blocks(width: int) -> None:
+    """Both groups of a tile see a block, one does, or none; one of them is alone in the last, and
+    each is where rows are wide."""
     blocks = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 1, 1, 0], [0, 1, 0, 0, 1]], dtype=torch.bool)
     seen = blocks.repeat_interleave(32, 0).repeat_interleave(128, 1)[:90, :600]
-    c = case((1,), 1, 1, m=90, n=600, d=32, dtype=SHORT)
+    c = case((1,), 1, 1, m=90, n=600, d=width, dtype=SHORT)
     agrees(c.with_(mask=ns.Dense(seen)), "tiles")
     seen, v = seen.clone(), c.v.clone()
     seen[:, 5::7], v[..., 5::7, :] = False, NAN  # which no row sees
@@ -134,8 +136,13 @@ def test_code_for_amx(width: int) -> None:
     target = sapphire_rapids()
     sizes = Sizes("bf16", width, width, target)
     text = Code(str(write(call.fill(p, x).form, sizes)), target).assembly()
-    # of scores, 2 tiles a step of 32 numbers; of values, 2 x 2 tiles, and 2 x 1 of an odd column
-    assert text.count("tdpbf16ps") == 2 * -(-width // 32) + 4 + 2 * (width // 16 % 2)
+    # of scores, 2 tiles a step of 32 numbers; of values, 2 x 2 tiles, and 2 x 1 of an odd column,
+    # once for a step of 32 keys, and where no tile has two groups, for each of the 128 of a block
+    run = 1 if width <= 64 else 4
+    values = (4 + 2 * (width // 16 % 2)) * run
+    assert text.count("tdpbf16ps") == 2 * -(-width // 32) + values
+    # of u, one tile a product, and no more: it is loaded and stored once for a run or a block
+    assert text.count("tilestored") == 2 + values // run
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
     # no vector leaves its register, where tiles and weights alternate
     assert not re.search("64-byte (Folded )?(Spill|Reload)", text)

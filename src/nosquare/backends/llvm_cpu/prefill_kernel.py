@@ -112,7 +112,8 @@ class _Tile:
         self.first = (args.x1 - 1 - item % args.x1) * self.sizes.rows
         total = args.G * args.M
         count = f.min(total - self.first, self.sizes.rows)
-        self.groups = (count + (sizes.group - 1)) // sizes.group
+        groups = (count + (sizes.group - 1)) // sizes.group
+        self.groups = f.value(1, "i64") if sizes.lone else groups  # written as a constant
         with f.loop(0, self.groups * sizes.group) as r:
             # the rows that fill up a group are the last one again
             self._begin(r, f.min(self.first + r, total - 1))
@@ -155,7 +156,8 @@ class _Tile:
 
         What turn t has of its block is in slot t & 1: it has been used up just before that of turn
         t + 2 comes. A turn that is not there sees nothing. A group alone needs its values before
-        its next weights, which may rescale u: then all rows are left to the time of the scores.
+        its next weights, which may rescale u: then all rows are left to the time of the scores, and
+        where no tile has two groups, values are written as runs that nothing interrupts.
         """
         f, sizes = self.f, self.sizes
         tiles = Tiles(f, sizes.target)
@@ -170,7 +172,7 @@ class _Tile:
             v, sees = self._known_block(before), self._sees(before)
             rows = f.select(self._sees(now), f.value(sizes.group, "i64"), 0)
             early = f.select(self.groups == 1, 0, rows // 2)
-            with f.loop(0, values.count) as n:
+            with f.loop(0, values.count, values.run) as n:
                 with f.when(sees):
                     values.multiply(before.x, v, n)
                 self._weights(now, f.value(0, "i64"), early, (n, values.count))

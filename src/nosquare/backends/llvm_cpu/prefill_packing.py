@@ -54,6 +54,11 @@ class Sizes:
         return max(most // group * group, group)
 
     @property
+    def lone(self) -> bool:
+        """Whether no tile has more than one group."""
+        return self.rows == self.group
+
+    @property
     def panels(self) -> int:
         """Panels of a block."""
         return 2 if self.tiled else 4

@@ -1,7 +1,8 @@
 """The products of prefill on AMX tiles, of a group of rows (32) and a block of keys.
 
 Both are emitted in steps, so that vectors have something else to do between two of them: scores by
-16 keys, values by 32 keys and up to 32 columns of u.
+16 keys, values by 32 keys and up to 32 columns of u. Between values of a lone group nothing comes,
+and all keys of these columns are one run.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class Values:
         self.keys = sizes.block // (2 * WORDS)  # steps until all have passed by
         self.columns = sizes.u_stride // WORDS
         self.count = -(-self.columns // WIDE) * self.keys
+        self.run = self.keys if sizes.lone else 1  # steps that are emitted together
 
     def multiply(self, x: Scratch, panel: Callable[[Value], Value], n: Value) -> None:
-        """Step n; panel(p): where the p-th panel of v of the block is."""
+        """The run from step n on; panel(p): where the p-th panel of v of the block is."""
         column = n // self.keys * WIDE
         for wide in sorted({min(WIDE, self.columns), self.columns % WIDE or WIDE}):
             with self.f.when(self.f.min(self.columns - column, WIDE) == wide):
-                self._step(x, panel, column * WORDS, n % self.keys, wide)
+                for more in range(self.run):  # the first and the last one are known as such
+                    self._step(x, panel, column * WORDS, n % self.keys + more, wide)
 
     def _step(
         self, x: Scratch, panel: Callable[[Value], Value], column: Value, n: Value, wide: int
