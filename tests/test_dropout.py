@@ -96,6 +96,9 @@ def test_seeds_as_ints_and_tensors() -> None:
     a = weights_kept((1, 2, 20, 20), ns.Dropout(0.5, 7))
     assert torch.equal(a, weights_kept((1, 2, 20, 20), ns.Dropout(0.5, torch.tensor(7))))
     assert not torch.equal(a, weights_kept((1, 2, 20, 20), ns.Dropout(0.5, 8)))
+    for seed in (-(1 << 63), (1 << 63) - 1, (1 << 53) + 1):  # to the last bit
+        tensor = ns.Dropout(0.5, seed).seed_tensor()
+        assert (int(tensor), tensor.dtype) == (seed, torch.int64)
 
 
 def test_no_dropout_is_no_dropout() -> None:

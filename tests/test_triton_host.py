@@ -76,7 +76,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     for half in (attend, gradients):
         monkeypatch.setattr(half, "_READY", {})
     compiled.launcher.cache_clear()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     yield stub  # type: ignore[misc]
     compiled.launcher.cache_clear()
@@ -265,11 +265,9 @@ def test_a_warm_call_is_its_allocations(name: str, card: Card) -> None:
             call()
         # the number of a seed that the host knows
         seen[half] = [n for n in operations.names if n != "_local_scalar_dense"]
-    assert seen["forward"] == ["empty_strided", "empty"] + ["empty"] * (name == "few rows")
-    *made, work = seen["backward"]
-    assert (set(made), work) == ({"empty_strided"}, "empty")
-    # gradients, and at most sums of each that is shared among entries or heads
-    assert 3 + bias + sinks <= len(made) <= 3 + 2 * bias + 2 * sinks
+    assert seen["forward"] == ["empty_strided"] * 2 + ["empty"] * (name == "few rows")
+    # sums of what is shared among entries or heads lie in the workspace
+    assert seen["backward"] == ["empty_strided"] * (3 + bias + sinks) + ["empty"]
 
 
 @stubbed

@@ -161,7 +161,8 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, options: Options
 ) -> tuple[Spec, Inputs]:
     if options:
-        spec, x = _read(Inputs(q, k, v, cu_q=cu_q, cu_k=cu_k), options)
+        spec, own, arrays = _read(options)
+        x = Inputs(q, k, v, *own, cu_q, cu_k, arrays)
     else:
         spec = _BARE[torch.are_deterministic_algorithms_enabled()]
         x = Inputs(q, k, v, None, None, None, None, cu_q, cu_k)
@@ -176,8 +177,8 @@ def _call(
     return spec, x
 
 
-def _read(x: Inputs, options: Options) -> tuple[Spec, Inputs]:
-    """The options of a call as the rest of its Inputs and as Spec."""
+def _read(options: Options) -> tuple[Spec, tuple[Any, Any, Any, Any], tuple[Tensor, ...]]:
+    """The options of a call: as Spec; bias, sinks, alibi and seed; what the mask refers to."""
     if not _KNOWN.issuperset(options):
         raise ArgumentError(
             "There is no such option.",
@@ -213,9 +214,8 @@ def _read(x: Inputs, options: Options) -> tuple[Spec, Inputs]:
         get("batch_invariant", False),
     )
     seed = None if dropout is None else dropout.seed_tensor()
-    arrays = () if mask is None else mask.tensors
-    rest = (get("bias"), get("sinks"), get("alibi"), seed, x.cu_q, x.cu_k, arrays)
-    return spec, Inputs(x.q, x.k, x.v, *rest)
+    own = get("bias"), get("sinks"), get("alibi"), seed
+    return spec, own, () if mask is None else mask.tensors
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -91,7 +91,9 @@ class Dropout:
         """The seed as a 0-d int64 tensor."""
         if isinstance(self.seed, Tensor):
             return self.seed
-        return torch.tensor(self.seed, dtype=torch.int64, device="cpu")
+        # a third of the time of torch.tensor; tracers know only that one of an integer of theirs
+        make = torch.tensor if torch.compiler.is_compiling() else torch.scalar_tensor
+        return make(self.seed, dtype=torch.int64, device="cpu")
 
 
 def keep_scalar(seed: int, b: int, h: int, i: int, j: int, p: float) -> bool:

@@ -134,9 +134,8 @@ def tiling(problem: Problem, plan: Any, phase: str) -> Tiling:
 
 def forward(problem: Problem, plan: Any, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o, lse and what ran."""
-    from .attend import forward as run
-
-    return run(problem, plan, x)
+    out: tuple[Tensor, Tensor, Ran] = _halves()[0].forward(problem, plan, x)
+    return out
 
 
 def backward(
@@ -147,6 +146,13 @@ def backward(
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, bias, sinks, and what ran."""
-    from .gradients import backward as run
+    out: tuple[Grads, Ran] = _halves()[1].backward(problem, plan, x, saved, cotangents)
+    return out
 
-    return run(problem, plan, x, saved, cotangents)
+
+@cache
+def _halves() -> tuple[Any, Any]:
+    """What runs forward and backward. An import in every call would take a microsecond of it."""
+    from . import attend, gradients
+
+    return attend, gradients

@@ -32,15 +32,18 @@ from .form import (
 )
 from .merge_kernel import merge
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 class Ready(NamedTuple):
     """What the calls of a problem and a plan, with arrays laid out alike, have in common.
 
-    o       shape and strides
+    o, lse  shape and strides
     parts   of a workspace of `words` float32: o and lse of each part of the keys
     """
 
-    o: tuple[tuple[int, ...], tuple[int, ...]]
+    o: Layout
+    lse: Layout
     words: int
     parts: tuple[Place, ...]
     launches: Launches
@@ -68,7 +71,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     elif ready.taken.seed is not None and x.seed is not None:
         values[3 + ready.taken.seed] = int(x.seed)
     o = torch.empty_strided(*ready.o, dtype=p.dtype, device=p.device)
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
+    lse = torch.empty_strided(*ready.lse, dtype=torch.float32, device=p.device)
     values += compiled.values_of((o, lse))
     if ready.words:
         work = torch.empty(ready.words, dtype=torch.float32, device=p.device)
@@ -105,7 +108,8 @@ def _prepare(p: Problem, plan: Plan, x: Inputs) -> Ready:
     copies = () if x.bias is None or x.bias.dtype != torch.float64 else ("bias, in float32",)
     words = sum(t.numel() for t in work)
     ran = Ran(tuple(names), workspace_bytes(p, plan), copies) if passes else Ran(())
-    return Ready((tuple(o.shape), o.stride()), words, parts, launches, Taken.of(p, x, call), ran)
+    outputs = (tuple(o.shape), o.stride()), (tuple(lse.shape), lse.stride())
+    return Ready(*outputs, words, parts, launches, Taken.of(p, x, call), ran)
 
 
 def _outputs(p: Problem) -> tuple[Tensor, Tensor]:

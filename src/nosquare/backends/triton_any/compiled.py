@@ -188,7 +188,7 @@ def launch(launches: Launches, device: torch.device, values: Sequence[Any]) -> N
     if INTERPRETED:
         for kernel, grid, pick in launches.runs:
             kernel[(grid,)](*pick(pool))
-    elif torch.cuda.current_device() == device.index:
+    elif torch._C._cuda_getDevice() == device.index:  # torch.cuda asks first whether there is CUDA
         _run(launches.runs, device.index, pool)
     else:
         with torch.cuda.device(device):

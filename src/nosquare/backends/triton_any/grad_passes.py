@@ -110,11 +110,28 @@ class Work:
         else:
             self.left[name] = laid
 
+    def inside(self) -> tuple[str, ...]:
+        """Of what is made, sums that kernels alone see: they lie in the workspace, after the
+        facts."""
+        seen = {*self.zeroed(), *(f"sums of {name}" for name in ("dq", *self.left))}
+        return tuple(name for name in self.made if name.startswith("sums of") and name not in seen)
+
+    def workspace(self) -> tuple[int, tuple[Place, ...]]:
+        """Its words, float32, and where in it the facts and what lies inside begin."""
+        end, found = words(self.p, self.plan), [*places(self.p, self.plan)]
+        for name in self.inside():
+            found.append((end, torch.float32))
+            end += room(self.made[name].numel())
+        return end, tuple(found)
+
     def outputs(self) -> dict[str, tuple[Any, ...]]:
-        """Shape, strides and dtype of what is made: gradients have the shapes of their arrays."""
-        found = {}
+        """Shape, strides and dtype of what is made and not inside: gradients have the shapes of
+        their arrays."""
+        found, inside = {}, self.inside()
         users = {"dbias": self.x.bias, "dsinks": self.x.sinks}
         for name, t in self.made.items():
+            if name in inside:
+                continue
             user = users.get(name)
             shape = t.shape if user is None else user.shape
             strides = t.stride() if user is None else torch.empty(shape, device=META).stride()

@@ -37,7 +37,7 @@ from .form import (
     layouts,
     stand_ins,
 )
-from .grad_passes import Step, Work, places, whole, words
+from .grad_passes import Step, Work, whole
 from .grad_plan import Plan, workspace_bytes
 
 
@@ -47,13 +47,15 @@ class Ready(NamedTuple):
     made    shape, strides and dtype of what the passes write, by name: see Work
     left    what torch is to sum, and to which shape
     zeroed  what passes add to, or leave where no pair is visible
-    words, parts  of the workspace, float32: where the facts of rows are in it
+    found   names of the gradients of q, k, v, bias, sinks; of none where it is not wanted
+    words, parts  of the workspace, float32: where the facts of rows and sums are in it
     turned  whether o, lse or their cotangents are copied in each call
     """
 
     made: dict[str, tuple[Any, ...]]
     left: dict[str, tuple[int, ...]]
     zeroed: tuple[str, ...]
+    found: tuple[str, ...]
     words: int
     parts: tuple[Place, ...]
     launches: Launches
@@ -105,8 +107,7 @@ def backward(
     compiled.launch(ready.launches, p.device, values)
     if ready.left or plan.add:
         _finish(p, x, made, ready.left)
-    found = (made[f"d{c}"] if c in p.grads else None for c in "qkv")
-    return (*found, made.get("dbias"), made.get("dsinks")), ready.ran
+    return tuple([made.get(name) for name in ready.found]), ready.ran
 
 
 def _finish(
@@ -132,16 +133,20 @@ def _prepare(p: Problem, plan: Plan, x: Inputs, rows: tuple[Tensor, ...]) -> Rea
     copied = [a.data_ptr() != b.data_ptr() for a, b in zip(given, laid, strict=True)]
     call = call_of(p, x)
     work = Work.of(p, plan, x, laid)
-    varying = (x.q, x.k, x.v, *laid, *call.given, *work.made.values(), *work.facts)
+    made, (words, parts) = work.outputs(), work.workspace()
+    alone = [work.made[name] for name in made]
+    inside = *work.facts, *(work.made[name] for name in work.inside())
+    varying = (x.q, x.k, x.v, *laid, *call.given, *alone, *inside)
     passes = [_pass(call, one) for one in work.passes(call) if one.grid]
     names = [one.kernel.fn.__name__.replace("_", " ") for one in passes]
     copies = ("the cotangent of o, whose rows are strided",) if copied[2] else ()
     return Ready(
-        made=work.outputs(),
+        made=made,
         left=work.left,
         zeroed=work.zeroed(),
-        words=words(p, plan),
-        parts=places(p, plan),
+        found=(*(f"d{c}" if c in p.grads else "" for c in "qkv"), "dbias", "dsinks"),
+        words=words,
+        parts=parts,
         launches=compiled.prepared(passes, plan.card, p.device, varying),
         turned=any(copied),
         taken=Taken.of(p, x, call),
