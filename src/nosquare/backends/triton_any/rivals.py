@@ -14,14 +14,15 @@ from .cards import Card
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MOST = 2**16 - 1  # heads, and entries
+_TIMED = 128  # the widest heads that plans were timed with
 
 
 def faster(p: Problem, phase: str, card: Card) -> list[str]:
     """Why one of them should have a problem."""
-    if card.backend != "cuda" or card.arch != 90:
-        if _cudnn(p, phase, card) or _flash(p, phase) or _efficient(p, phase):
-            return [f"its plans have not been timed on {card}, and torch has a kernel for this"]
-    elif _cudnn(p, phase, card):
+    timed = card.backend == "cuda" and card.arch == 90 and p.D <= _TIMED
+    if not timed and (_cudnn(p, phase, card) or _flash(p, phase) or _efficient(p, phase)):
+        return [f"its plans for D {p.D} have not been timed on {card}, and torch has a kernel"]
+    if timed and _cudnn(p, phase, card):
         return ["cuDNN's kernel is faster on what it has: bench cuda --suite portable"]
     return []
 
