@@ -16,6 +16,7 @@ from ...axes import lay_out_bias, per_head
 from ...bound import Bound
 from ...dropout import LEVELS, realised_rate, threshold
 from ...inputs import Inputs
+from ...mask_text import MaskCode, arguments, form_of
 from ...problem import Problem
 from ...spelling import parse
 from . import masks
@@ -49,7 +50,7 @@ class Form:
     E: int
     D_PAD: int
     E_PAD: int
-    mask: masks.MaskCode
+    mask: MaskCode
     unit: bool
     softcap: bool
     alibi: bool
@@ -82,7 +83,7 @@ class Call(NamedTuple):
     numbers  (unit, c2, scale, softcap, sign, kept) float32: see scores.py
     bias     (pointer, stride of b, h, m, n)      sinks, alibi  (pointer, stride of b, h)
     drop     (seed, level, offset of b, h, i, j)  see drops.py
-    mask     see masks.py                         cu  (cu_q, cu_k)
+    mask     see mask_text.py                     cu  (cu_q, cu_k)
     """
 
     form: Form
@@ -231,7 +232,7 @@ def _with_mask(p: Problem, arrays: Sequence[Tensor], seed_ptr: bool) -> Call:
         E=p.E,
         D_PAD=padded(p.D),
         E_PAD=padded(p.E),
-        mask=masks.code(masks.form_of(bound)),
+        mask=masks.code(form_of(bound)),
         unit=all(s[-1] == 1 for s in p.strides),
         softcap=p.softcap is not None,
         alibi=p.alibi is not None,
@@ -256,7 +257,7 @@ def _with_mask(p: Problem, arrays: Sequence[Tensor], seed_ptr: bool) -> Call:
         sinks=NOTHING,
         alibi=NOTHING,
         drop=(Count(0), Small(level), *map(Count, p.offsets)) if p.p > 0 else NOTHING,
-        mask=tuple(masks.arguments(bound)) or NOTHING,
+        mask=tuple(arguments(bound, Count)) or NOTHING,
         cu=NOTHING,
     )
 

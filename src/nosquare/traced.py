@@ -2,7 +2,7 @@
 
 Mask.keep, span, core and numbers are made of operators, min and max alone. Called with Traced
 values (and with min and max that accept them) they return the expression of their result, which
-masks.py puts into a Triton function. So a new kind of mask needs nothing here. Triton's // and %
+mask_text.py puts into a function. So a new kind of mask needs nothing here. Triton's // and %
 round towards 0, as C does: a kind that uses them keeps their operands from falling below 0.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Traced:
-    """An expression of Triton code; operators give longer ones. Integers fold where they can."""
+    """An expression of kernel code; operators give longer ones. Integers fold where they can."""
 
     __hash__ = None  # type: ignore[assignment]
 
