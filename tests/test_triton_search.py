@@ -60,7 +60,7 @@ def test_plans_fit_the_card(search: SimpleNamespace, d: int, dtype: str, name: s
     assert len({*map(str, found), str(today)}) == len(found) + 1 > 1
     for one in found:
         for part in ("keys", "queries", "pairs") if bias else ("keys", "queries"):
-            taken = search.backward.shared_bytes(p, part, getattr(one, part), card)
+            taken = search.backward.shared_bytes(p, part, getattr(one, part), card, one.add)
             assert taken <= card.shared_bytes
         differs = [part for part in ("keys", "queries", "pairs")
                    if getattr(one, part) != getattr(today, part)]  # fmt: skip
@@ -80,9 +80,28 @@ def test_plans_that_won_elsewhere_are_asked(search: SimpleNamespace) -> None:
         assert {replace(today, keys=keys), replace(today, queries=queries)} <= {*found, today}
 
 
+def test_plans_that_won_are_todays(search: SimpleNamespace) -> None:
+    """docs/records/cuda_tune.jsonl has the searches."""
+    tile = search.backward.Tile
+    today = search.backward.plan(problem("backward " + LONG.format(256)), search.card)
+    assert (today.keys, today.queries) == (tile(32, 64, 8, 3), tile(64, 32, 4, 3))
+    line = LONG.format(128).replace("bfloat16", "float32")
+    today = search.backward.plan(problem(f"backward {line}"), search.card)
+    assert (today.keys, today.add) == (tile(32, 128, 8, 1), True)
+    few = problem("decode bfloat16 B1 Hq32 Hk8 M1 N65536 D128 full()")
+    today = search.forward.plan(few, search.card)
+    assert (today.tile_m, today.tile_n, today.splits) == (16, 64, 32)
+    many = problem("forward bfloat16 B1 Hq32 Hk8 M32 N65536 D128 full()")
+    assert search.forward.plan(many, search.card).tile_n == 128
+
+
 def test_dq_by_atomics_where_order_may_change(search: SimpleNamespace) -> None:
     p = problem(f"backward {LONG.format(64)}")
     assert any(one.add for one in search.plans(p, "backward"))
+    wide = problem(f"backward {LONG.format(256)}")  # two tiles of 64 x 64 under way take too much
+    adding = [one.keys for one in search.plans(wide, "backward") if one.add]
+    assert adding
+    assert search.backward.Tile(64, 64, 8, 2) not in adding
     p = replace(p, deterministic=True)
     assert not any(one.add for one in search.plans(p, "backward"))
 

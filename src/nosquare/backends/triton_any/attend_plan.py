@@ -69,7 +69,7 @@ _FLOAT32 = (
     (128, Plan(32, 16, 4, 1)),
     (256, Plan(16, 16, 4, 1)),
 )
-_LONG = 12288  # keys from which wider tiles are worth their longer start
+_LONG, _MANY = 12288, 128  # keys and rows from which wider tiles are worth their longer start
 _WIDEST = 1 << 13  # of heads that any tile is tried for
 _LAST = ((256, Plan(64, 32, 8, 2)), (_WIDEST, Plan(16, 32, 4, 1)), (_WIDEST, Plan(16, 16, 4, 1)))
 
@@ -83,8 +83,9 @@ def _table(p: Problem, card: Card) -> tuple[tuple[int, Plan], ...]:
     if card.backend == "hip":
         return _AMD_MIXED if mixed else _AMD
     if hopper:
-        long = _HOPPER_LONG if p.N >= _LONG and p.p == 0 else _HOPPER
-        return _HOPPER_MIXED if mixed else long
+        many = p.packed or p.M * p.G >= _MANY
+        long = many and p.N >= _LONG and p.p == 0
+        return _HOPPER_MIXED if mixed else _HOPPER_LONG if long else _HOPPER
     if joined:
         return _MIXED
     return _BLACKWELL if card.wgmma else _AMPERE

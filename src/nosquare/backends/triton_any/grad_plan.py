@@ -18,6 +18,8 @@ FACT_ROWS, FACT_PART = 64, 64  # rows of a program of the delta kernel; the part
 SHARE = (64, 64)  # tile of the share kernel
 OWN = "bhmn"  # of Plan.bias
 PAIRS = ("mn", OWN)
+BY_QUERIES = ("m", "-", OWN)  # of which the pass for dq makes the gradient
+TIGHT = ("full()", "causal(end)", "causal(start)")  # no key of their tiles is hidden from all rows
 AT_ONCE = 128  # tiles of queries that a program looks for together
 
 
@@ -47,8 +49,18 @@ WIDEST: Table = {
     },
 }
 HOPPER: Table = {
-    "keys": {64: (Tile(32, 128, 4, 3),), 128: (Tile(32, 64, 4, 3),), **WIDEST["keys"]},
-    "queries": {64: (Tile(128, 64, 4, 3),), 128: (Tile(64, 64, 4, 2),), **WIDEST["queries"]},
+    "keys": {
+        64: (Tile(32, 128, 4, 3),),
+        128: (Tile(32, 64, 4, 3),),
+        **WIDEST["keys"],
+        256: (Tile(32, 64, 8, 3), *WIDEST["keys"][256]),
+    },
+    "queries": {
+        64: (Tile(128, 64, 4, 3),),
+        128: (Tile(64, 64, 4, 2),),
+        **WIDEST["queries"],
+        256: (Tile(64, 32, 4, 3), *WIDEST["queries"][256]),
+    },
     "pairs": {64: (Tile(64, 64, 4, 2),), 128: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1))},
 }
 # where the hash of dropout, or a bias of pairs, takes registers and time
@@ -67,7 +79,10 @@ HOPPER_FLOAT32: Table = {
     "queries": {64: (Tile(128, 64, 8, 1),), 128: (Tile(128, 32, 8, 1),)},
     "pairs": {},
 }
-HOPPER_ADD: Table = {**HOPPER_FLOAT32, "keys": {64: (Tile(64, 64, 4, 1),)}}  # Plan.add
+HOPPER_ADD: Table = {  # Plan.add
+    **HOPPER_FLOAT32,
+    "keys": {64: (Tile(64, 64, 4, 1),), 128: (Tile(32, 128, 8, 1),)},
+}
 # operands of a product lie in registers there, and 64 x 128 would spill
 OTHER: Table = {
     "keys": {
@@ -134,18 +149,13 @@ def plan(p: Problem, card: Card) -> Plan:
 
 def fitting(p: Problem, card: Card) -> Plan | None:
     """The first tiles of each pass that fit; None where none do."""
-    shape = None if p.bias is None else (1, 1, *p.bias)[-2:]
-    along = ""
-    if shape is not None and "b" in p.grads:
-        along = "".join(c for c, n in zip("mn", shape, strict=True) if n > 1) or "-"
-        if along == "mn" and math.prod(p.bias or ()) == p.B * p.Hq * p.M * p.N:
-            along = OWN
+    along, add = _along(p), _adds(p, card)
     found = []
     for name in ("keys", "queries", "pairs"):
         tiles = (
             tile
             for tile in _candidates(p, name, card)
-            if shared_bytes(p, name, tile, card) <= card.shared_bytes
+            if shared_bytes(p, name, tile, card, add) <= card.shared_bytes
         )
         found.append(next(tiles, None))
     keys, queries, pairs = found
@@ -155,7 +165,16 @@ def fitting(p: Problem, card: Card) -> Plan | None:
         return None
     # where nothing is added to scores, they and their bounds are as large as lse
     exact = p.bias is not None or p.alibi is not None
-    return Plan(card, keys, queries, pairs, add=_adds(p, card), exact=exact, bias=along)
+    return Plan(card, keys, queries, pairs, add=add, exact=exact, bias=along)
+
+
+def _along(p: Problem) -> str:
+    """Plan.bias."""
+    if p.bias is None or "b" not in p.grads:
+        return ""
+    found = "".join(c for c, n in zip("mn", (1, 1, *p.bias)[-2:], strict=True) if n > 1) or "-"
+    own = found == "mn" and math.prod(p.bias) == p.B * p.Hq * p.M * p.N
+    return OWN if own else found
 
 
 def _candidates(p: Problem, name: str, card: Card) -> Iterator[Tile]:
@@ -188,16 +207,22 @@ def _tables(p: Problem, card: Card) -> tuple[Table, ...]:
 
 def _adds(p: Problem, card: Card) -> bool:
     """Whether dq comes by atomics: five products instead of seven, where the units that multiply
-    are what is waited for. At width 128 there are not enough registers for it."""
-    narrow = max(padded(p.D), padded(p.E)) <= 64
-    pays = p.dtype == torch.float32 and card.backend == "cuda" and card.arch == 90 and narrow
-    return pays and not p.deterministic and {"q", "k", "v"} <= set(p.grads)
+    are what is waited for. At width 128 only where registers and fast memory are left for it: no
+    bias, no mask that keys are hidden for, no bounds of a width or of a packed sequence. Nowhere
+    that the pass for dq runs all the same, for the gradient of a bias."""
+    width = max(padded(p.D), padded(p.E))
+    whole = all(n == padded(n) for n in (p.D, p.E))
+    light = whole and p.bias is None and not p.packed and p.mask in TIGHT
+    pays = p.dtype == torch.float32 and card.backend == "cuda" and card.arch == 90
+    pays = pays and (width <= 64 or (width == 128 and light))
+    wanted = {"q", "k", "v"} <= set(p.grads) and _along(p) not in BY_QUERIES
+    return pays and wanted and not p.deterministic
 
 
-def shared_bytes(p: Problem, name: str, tile: Tile, card: Card) -> int:
+def shared_bytes(p: Problem, name: str, tile: Tile, card: Card, add: bool = False) -> int:
     """Fast memory that a program of a pass may take: its own tile, those on their way (and one
-    turned, where they are not under way), what of the scores passes through it. Held against the
-    compiler by the tests."""
+    turned, where they are not under way), what of the scores passes through it; with dq by atomics
+    (add) its keys once more, and slopes or parts of dq. Held against the compiler by the tests."""
     d, e = padded(p.D), padded(p.E)
     owned = {"keys": (tile.n, tile.m), "queries": (tile.m, tile.n)}
     own, other = owned.get(name, (0, tile.m + tile.n))
@@ -207,10 +232,18 @@ def shared_bytes(p: Problem, name: str, tile: Tile, card: Card) -> int:
     elif int(card.arch) >= 100:  # and there both operands of a product are in fast memory
         rows += other
     turned = other * max(d, e) if tile.stages == 1 else 0
-    three = p.dtype == torch.float32 and card.backend == "cuda"
-    parts = 2 * turned + 4096 if three else 0  # bfloat16 that a number is split into
     scores = tile.m * tile.n * (copies * p.dtype.itemsize + (4 if p.bias is not None else 0))
-    return p.dtype.itemsize * (rows * (d + e) + turned) + parts + scores + 4096
+    taken = p.dtype.itemsize * (rows * (d + e) + turned) + scores + 4096
+    add = add and name == "keys"
+    hidden = own * d if add and p.mask not in TIGHT else 0  # the keys without those that none sees
+    if p.dtype == torch.float32 and card.backend == "cuda":
+        # bfloat16 that a number is split into: of what is on its way; and of what is owned, which
+        # lies where what is on its way would, were it under way
+        free = 6 * other * (d + e) if tile.stages == 1 else 0
+        parts = (2 * turned or 12288) + max(0, 3 * own * max(d, e) - free) + 6 * hidden
+        return taken + parts + 4096
+    added = own * d + hidden + other * max(d, own) + 2048 if add else 0
+    return taken + p.dtype.itemsize * added
 
 
 def workspace_bytes(p: Problem, plan: Plan) -> int:

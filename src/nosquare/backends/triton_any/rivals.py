@@ -14,14 +14,14 @@ from .cards import Card
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MOST = 2**16 - 1  # heads, and entries
-_TIMED = 128  # the widest heads that plans were timed with
+_TIMED = 128  # the widest heads that plans were timed with beside torch's kernels
 
 
 def faster(p: Problem, phase: str, card: Card) -> list[str]:
     """Why one of them should have a problem."""
     timed = card.backend == "cuda" and card.arch == 90 and p.D <= _TIMED
     if not timed and (_cudnn(p, phase, card) or _flash(p, phase) or _efficient(p, phase)):
-        return [f"its plans for D {p.D} have not been timed on {card}, and torch has a kernel"]
+        return [f"torch has a kernel, beside which D {p.D} has not been timed on {card}"]
     if timed and _cudnn(p, phase, card):
         return ["cuDNN's kernel is faster on what it has: bench cuda --suite portable"]
     return []

@@ -145,8 +145,10 @@ def _backward(p: Problem, card: Card, timed: Sequence[Any]) -> Iterable[Any]:
         found += [replace(apart, **{name: tile}) for tile in tiles if _used(p, planned, name)]
     if atomics:
         stages = planned.keys.stages
-        keys = [one.keys for one in found if one.keys.stages == stages]
-        found += [replace(planned, add=True, keys=tile) for tile in dict.fromkeys(keys)]
+        keys = dict.fromkeys(one.keys for one in found if one.keys.stages == stages)
+        room = card.shared_bytes
+        fits = (t for t in keys if grad_plan.shared_bytes(p, "keys", t, card, True) <= room)
+        found += [replace(planned, add=True, keys=tile) for tile in fits]
     return sorted(found, key=lambda one: _apart(one, planned))
 
 
