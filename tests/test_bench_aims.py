@@ -98,7 +98,7 @@ def test_quick_cases_are_of_the_same_kind_and_no_longer(suite: Suite) -> None:
 
 def test_every_suite_has_a_title_of_its_own() -> None:
     """Records say only the name: one name is one thing, in records of cards too."""
-    assert not set(aims.TITLES) & {*cuda.SUITES, *cuda.PORTABLE, "traffic", "-"}
+    assert not set(aims.TITLES) & {*cuda.SUITES, *cuda.HELD, "traffic", "-"}
     assert len(set(aims.TITLES.values())) == len(aims.TITLES) == len(aims.SUITES) + 5
 
 

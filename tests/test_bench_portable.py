@@ -16,18 +16,20 @@ from typer.testing import CliRunner
 
 import nosquare as ns
 from nosquare import records
-from nosquare.bench import cuda, portable
+from nosquare.bench import cuda, held, line, portable
 from nosquare.bench.cases import Case
 from nosquare.bench.check import Errors
 from nosquare.bench.clocks import HostClock
+from nosquare.bench.line import Line, Outcome
 from nosquare.bench.peers import named
-from nosquare.bench.portable import HEADS, LINES, Line, Outcome
+from nosquare.bench.portable import HEADS, LINES
 from nosquare.bench.timing import Entry, Result, Rounds
 from nosquare.cli import app
 
 CONSOLE = pytest.importorskip("rich.console")
 BF16, F32 = torch.bfloat16, torch.float32
 FULL, CAUSAL = "full()", "causal(end)"
+BACKWARD = held.BY_NAME["portable_backward"]
 LONG = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -60,51 +62,51 @@ PROMISED = {
 
 
 def test_no_line_of_the_promise_is_left_out() -> None:
-    assert [line.name for line in LINES] == list(PROMISED) == list(cuda.PORTABLE)
+    assert [one.name for one in LINES] == list(PROMISED) == held.GROUPS["portable"]
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
-def test_cases_peers_and_aims_are_the_promised(line: Line) -> None:
-    promised, peer, least, with_cudnn = PROMISED[line.name]
-    cases, quick = ([Case.parse(text) for text in texts] for texts in (line.cases, line.quick))
-    assert [str(case) for case in cases] == list(line.cases)
+@pytest.mark.parametrize("one", LINES, ids=lambda one: one.name)
+def test_cases_peers_and_aims_are_the_promised(one: Line) -> None:
+    promised, peer, least, with_cudnn = PROMISED[one.name]
+    cases, quick = ([Case.parse(text) for text in texts] for texts in (one.cases, one.quick))
+    assert [str(case) for case in cases] == list(one.cases)
     expected = list(promised)
     assert len(cases) == len(set(cases)) == len(expected)
     assert set(cases) == set(expected)
     assert set(quick) <= {*cases, *(replace(c, mask=CAUSAL) for c in cases)}
-    assert (line.against, line.least) == (f"torch:{peer}", least)
-    asked = [contestant.name for contestant in named(line.peers)]
+    assert (one.against, one.least) == (f"torch:{peer}", least)
+    asked = [contestant.name for contestant in named(one.peers)]
     assert asked == ["nosquare:triton_any", f"torch:{peer}", *["torch:cudnn"] * with_cudnn]
 
 
 def test_suites_are_asked_for_by_name_only() -> None:
-    assert not set(cuda.chosen_suites("", None, False)) & set(cuda.PORTABLE)
-    assert not set(cuda.SUITES) & set(cuda.PORTABLE)
+    assert not set(cuda.chosen_suites("", None, False)) & set(PROMISED)
+    assert not set(cuda.SUITES) & set(PROMISED)
     assert list(cuda.chosen_suites("portable", None, False)) == list(PROMISED)
     assert list(cuda.chosen_suites("portable", None, True)) == list(PROMISED)
     chosen = cuda.chosen_suites("portable_bias, decode,portable_bias", None, False)
     assert list(chosen) == ["portable_bias", "decode"]
     suite = chosen["portable_bias"]
-    assert (suite.subject, suite.rounds) == ("nosquare:triton_any", portable.ROUNDS)
+    assert (suite.subject, suite.rounds) == ("nosquare:triton_any", portable.BOARD.rounds)
 
 
 # ---- how it went ----
 
 
 def out(name: str, n: int, ratio: float, width: int = 64, mask: str = FULL, *,
-        cudnn: float = math.nan, tflops: float = math.nan, error: float = math.nan,
+        also: float = math.nan, tflops: float = math.nan, error: float = math.nan,
         ) -> Outcome:  # fmt: skip
     phase = "backward" if "backward" in name else "forward"
     case = Case.parse(f"{phase} bfloat16 B1 Hq2 Hk2 M{n} N{n} D{width} {mask}")
-    return Outcome(name, case, ratio, cudnn, tflops, error)
+    return Outcome(name, case, ratio, also, tflops, error)
 
 
 def test_lines_by_hand() -> None:
     """Means 4 of (2, 8), 0.5, and 2 of all; 1.14 and one that was not timed are below 1.15."""
     found = portable.lines([
         out("portable_backward", 512, 1.1, 128, CAUSAL),
-        out("portable_forward", 512, 2.0, cudnn=0.5, tflops=300.4, error=0.9),
-        out("portable_forward", 1024, 8.0, cudnn=2.0, tflops=612.0, error=1.25),
+        out("portable_forward", 512, 2.0, also=0.5, tflops=300.4, error=0.9),
+        out("portable_forward", 1024, 8.0, also=2.0, tflops=612.0, error=1.25),
         out("portable_forward", 512, 0.5, 128, CAUSAL),
         out("portable_forward", 1024, math.nan, 128, CAUSAL),
     ])  # fmt: skip
@@ -134,10 +136,11 @@ def result(*entries: Entry, mask: str = FULL, suite: str = "portable_backward") 
 def test_outcome_by_hand() -> None:
     entries = [entry("nosquare:triton_any", 100.0, 3.0), entry("torch:flash", 150.0, 2.0),
                entry("torch:cudnn", 50.0)]  # fmt: skip
-    found = portable.outcome(result(*entries))
-    assert found[2:] == pytest.approx((1.5, 0.5, (1280 << 20) / 100e6, 1.5))
+    found = line.outcome(BACKWARD, result(*entries))
+    assert found.peer == "torch:flash"
+    assert found[2:6] == pytest.approx((1.5, 0.5, (1280 << 20) / 100e6, 1.5))
     for missing in (entries[1:], entries[:1], [entry("nosquare:triton_any", None), *entries[1:]]):
-        assert math.isnan(portable.outcome(result(*missing)).ratio)
+        assert math.isnan(line.outcome(BACKWARD, result(*missing)).ratio)
 
 
 def test_what_is_printed() -> None:
@@ -147,15 +150,15 @@ def test_what_is_printed() -> None:
         result(entry("nosquare:triton_any", None, refused="wrong: dq"),
                entry("torch:flash", 3000.0), mask=CAUSAL),
     ]  # fmt: skip
-    portable.show(console, portable.BY_NAME["portable_backward"], results)
+    line.show(console, BACKWARD, results)
     text = console.file.getvalue()
-    rows = [line.split() for line in text.splitlines() if line.startswith((FULL, CAUSAL))]
+    rows = [row.split() for row in text.splitlines() if row.startswith((FULL, CAUSAL))]
     assert rows == [
         [FULL, "2.000", "3.000", "1.50", "1.1", "0.671", "1.50", "7"],
         [CAUSAL, "-", "3.000", "-", "1.1", "-", "-", "7"],
     ]
     assert f"not timed: nosquare:triton_any [{CAUSAL}]: wrong: dq" in text
-    portable.summary(console, results)
+    held.summary(console, portable.BOARD, results)
     summary = " ".join(console.file.getvalue().split())
     assert "Ratios: the peer's median time over triton_any's" in summary
 
@@ -174,12 +177,12 @@ def test_kernels_are_compiled_ahead_phase_by_phase(monkeypatch: pytest.MonkeyPat
         return asked[-1]
 
     given: list[Any] = []
-    monkeypatch.setattr(portable.Search, "of", staticmethod(search))
-    monkeypatch.setattr(portable, "compile_searches", lambda *arguments: given.extend(arguments))
+    monkeypatch.setattr(line.Search, "today", staticmethod(search))
+    monkeypatch.setattr(line, "compile_searches", lambda *arguments: given.extend(arguments))
     start = "bfloat16 B1 Hq1 Hk1 M8 N8 D64 full()"
-    lines = [f"forward {start}", f"{BOTH} {start}", f"backward {start} dropout=0.125"]
-    cases = [Case.parse(line) for line in lines]
-    portable.compile_ahead(None, cases, torch.device("cpu"))  # type: ignore[arg-type]
+    texts = [f"forward {start}", f"{BOTH} {start}", f"backward {start} dropout=0.125"]
+    cases = [Case.parse(text) for text in texts]
+    line.compile_ahead(None, "triton_any", cases, torch.device("cpu"))  # type: ignore[arg-type]
     assert asked == [
         "triton_any forward",
         "triton_any forward grad",
@@ -198,11 +201,11 @@ def ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     monkeypatch.setattr(cuda, "need_cuda", lambda: None)
     monkeypatch.setattr(cuda, "CudaClock", lambda cold: HostClock())
     monkeypatch.setattr(cuda, "_introduce", lambda *arguments: None)
-    monkeypatch.setattr(portable, "compile_ahead", lambda console, cases, d: given.extend(cases))
+    monkeypatch.setattr(line, "compile_ahead", lambda c, name, cases, d: given.extend(cases))
     monkeypatch.setattr(records, "folder", lambda: tmp_path)
-    line = f"backward {SMALL}"
-    small = replace(cuda.PORTABLE["portable_backward"], cases=(line,), rounds=Rounds(2, 2, 0.0))
-    monkeypatch.setitem(cuda.PORTABLE, "portable_backward", small)
+    text = f"backward {SMALL}"
+    small = replace(cuda.HELD["portable_backward"], cases=(text,), rounds=Rounds(2, 2, 0.0))
+    monkeypatch.setitem(cuda.HELD, "portable_backward", small)
     prefill = replace(cuda.SUITES["prefill"], cases=(f"forward {SMALL}",), rounds=small.rounds)
     monkeypatch.setitem(cuda.SUITES, "prefill", prefill)
     return given

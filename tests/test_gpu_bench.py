@@ -17,6 +17,7 @@ from nosquare.bench.check import check, truths
 from nosquare.bench.clocks import FLUSH_BYTES, CudaClock
 from nosquare.bench.contestants import NOSQUARE, Contestant, answer
 from nosquare.bench.experiment import Part
+from nosquare.bench.line import Line, outcome
 from nosquare.bench.peers import named
 from nosquare.bench.timing import Result, Rounds, measure
 
@@ -136,17 +137,17 @@ def test_flex_is_right(clock: CudaClock, words: str) -> None:
         assert entry.samples_us
 
 
-@pytest.mark.parametrize("line", portable.LINES, ids=lambda line: line.name)
+@pytest.mark.parametrize("one", portable.LINES, ids=lambda one: one.name)
 def test_lines_of_portable_are_answered_by_all_of_their_contestants(
-    clock: CudaClock, line: portable.Line
+    clock: CudaClock, one: Line
 ) -> None:
-    for text in (line.cases[0], line.cases[-1]):
+    for text in (one.cases[0], one.cases[-1]):
         case = replace(Case.parse(text), B=2, Hq=4, Hk=4, M=256, N=256)
-        found = measure(case, named(line.peers), FEW, clock=clock, suite=line.name)
+        found = measure(case, named(one.peers), FEW, clock=clock, suite=one.name)
         for entry in found.entries:
             assert entry.samples_us, entry.refused
             assert {c.what for c in entry.checks} >= ({"dbias"} if case.bias else set())
-        assert portable.outcome(found).ratio > 0
+        assert outcome(one, found).ratio > 0
 
 
 def test_decoding(clock: CudaClock) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import nosquare as ns
-from nosquare.bench import portable
+from nosquare.bench import held as boards
+from nosquare.bench import hopper, portable
 from nosquare.bench.aims import HEADS, SUITES
 from nosquare.report.readme import Wanted, faults, filled
 from nosquare.report.run import report
@@ -131,7 +132,7 @@ def test_no_record_of_a_line(tmp_path: Path) -> None:
     with pytest.raises(ns.ArgumentError) as caught:
         filled(MARKER, tmp_path)
     assert caught.value.sentence == "No record is what this marker asks for."
-    known = [*(s.name for s in SUITES), *portable.BY_NAME]
+    known = [*(s.name for s in SUITES), *boards.BY_NAME]
     assert caught.value.values["suites"] == ", ".join(known)
     assert Wanted.parse("cpu aims on Blue") == Wanted("cpu", "aims", (), "torch", "Blue")
 
@@ -200,3 +201,48 @@ def test_the_page_takes_records_without_nosquare_as_it_chooses(tmp_path: Path) -
     page = (tmp_path / "page.html").read_text("utf-8")
     assert "a bias that learns" in page
     assert "nosquare:triton_any" in page
+
+
+GRID = "forward bfloat16 B{b} Hq16 Hk16 M{n} N{n} D128 causal(end)"
+
+
+def hopper_record(n: int, mine_us: float, suite: str = "hopper_forward") -> dict[str, Any]:
+    """FlashAttention-3 takes 1 ms, torch's flash two."""
+    entries = [
+        contestant("nosquare:gluon_sm90", [mine_us] * 9, errors=errors(1e-3)),
+        contestant("fa3", [1000.0] * 9, errors=errors(2e-3)),
+        contestant("torch:flash", [2000.0] * 9, errors=errors(9e-3)),
+    ]
+    case = GRID.format(b=16384 // n, n=n)
+    return bench(case, entries, suite=suite, machine=GPU, device="cuda")
+
+
+def test_the_tables_of_a_hopper_card(tmp_path: Path) -> None:
+    """Ratios 2 and 0.5: a mean of 1, below its aim, and a cell too. 32 * 16 * 512^2 * 512 flops of
+    16,384 tokens in half a millisecond are 137 TFLOP/s."""
+    write(tmp_path, [hopper_record(512, 500.0), hopper_record(2048, 2000.0)])
+    text = filled(MARKER, tmp_path)
+    grid, further = tables(text)
+    assert [row[:4] for row in grid] == [
+        ["forward bfloat16", "N 512", "N 1024", "N 2048"],
+        ["D=128 causal", "2.00 F", "-", "**0.50 F**"],
+        ["all", "2.00", "-", "0.50"],
+    ]
+    assert grid[2][7] == "**1.00 (1.02; 1 of 2 below 0.97)**"
+    assert grid[1][9] == "0.50"
+    assert further == [
+        list(hopper.MORE_HEADS),
+        [hopper.SHORT, "2.00 F", "2.00", "1.15", "137", "0.50"],
+    ]
+    assert text.count("NVIDIA H200, torch 2.13.0, 2026-12-01 (docs/records/made.jsonl:1-2):") == 1
+    assert text.count(f"Cells: {hopper.SAID}.") == 1
+    assert faults("R.md", text, tmp_path) == []
+
+
+def test_aims_that_nobody_has_measured_yet(tmp_path: Path) -> None:
+    """A table may stand before its records; once they are there, it has to follow them."""
+    text = filled(MARKER, tmp_path)
+    assert "\nNot measured yet: no records are called made.\n<!-- /rec" in text
+    assert faults("R.md", text, tmp_path) == []
+    write(tmp_path, [hopper_record(512, 500.0)])
+    assert len(faults("R.md", text, tmp_path)) == 1

@@ -135,7 +135,8 @@ def bench_cuda(
         str,
         typer.Option(
             help="Suites by commas: prefill, training, decode, dropout, bias, fp32, gqa, window, "
-            "varlen; all of these. Or portable, what triton_any is held to."
+            "varlen; all of these. Or what backends are held to: portable (triton_any), hopper "
+            "(gluon_sm90)."
         ),
     ] = "",
     case: Annotated[str | None, typer.Option(help="One case, as bench/cases.py spells it.")] = None,

@@ -10,7 +10,7 @@ import torch
 
 from .. import records
 from ..errors import ArgumentError, UnsupportedError
-from . import portable, record, table
+from . import held, line, record, table
 from .cases import FLOP_CONVENTION, Case
 from .clocks import Clock, CudaClock
 from .contestants import Contestant
@@ -113,12 +113,12 @@ SUITES = {
         WITH_FLEX,
     ),
 }  # fmt: skip
-# What triton_any is held to: asked for by name, not among the suites of a plain run.
-PORTABLE = {
-    line.name: Suite(line.title, line.cases, line.quick, line.peers, portable.ROUNDS,
-                     portable.SUBJECT)
-    for line in portable.LINES
-}  # fmt: skip
+# What backends are held to: asked for by name, not among the suites of a plain run.
+HELD = {
+    one.name: Suite(one.title, one.cases, one.quick, one.peers, board.rounds, one.subject)
+    for board in held.BOARDS
+    for one in board.lines
+}
 
 
 def bench_cuda(
@@ -132,7 +132,7 @@ def bench_cuda(
 ) -> int:
     """Compare nosquare with its peers on this card, print tables, keep the evidence.
 
-    suites  names joined by commas, "portable" for all those of portable.py; "": all the others
+    suites  names joined by commas, "portable" and "hopper" for those of held.py; "": the others
             (quick: those with a quick case)
     case    one line of the grammar in bench/cases.py, instead of suites
     peers   contestants joined by commas, or "all"; "": those of the suite
@@ -140,7 +140,7 @@ def bench_cuda(
     keep    append the records to docs/records/<name>.jsonl
     warm    leave the inputs in the L2 cache between samples
 
-    Returns 0 when all of nosquare's answers (of triton_any's, in portable.py) were right, else 1.
+    Returns 0 when all of nosquare's answers (of the backend's, in held.py) were right, else 1.
     Raises ArgumentError for a case, a suite or a contestant that is not one; UnsupportedError where
     torch sees no card.
     """
@@ -155,9 +155,11 @@ def bench_cuda(
              asked or named(suite.peers)) for key, suite in chosen.items()]  # fmt: skip
     around = records.surroundings(clock.device)
     _introduce(console, clock, around)
-    if held := [case for key, suite, cases, contenders in plan for case in cases
-                if key in PORTABLE and suite.subject in [c.name for c in contenders]]:  # fmt: skip
-        portable.compile_ahead(console, held, clock.device)
+    for board in held.BOARDS:
+        if ahead := [case for key, suite, cases, contenders in plan for case in cases
+                     if key in held.GROUPS[board.group]
+                     and suite.subject in [c.name for c in contenders]]:  # fmt: skip
+            line.compile_ahead(console, board.backend, ahead, clock.device)
     right, path, every = True, None, list[Result]()
     with progress(console, sum(len(cases) for _, _, cases, _ in plan)) as (tick, step):
         for key, suite, cases, contenders in plan:
@@ -166,19 +168,20 @@ def bench_cuda(
                 step(str(item))
                 result = _measure(item, contenders, rounds, tick, key, clock)
                 if keep:  # at once: what an interrupted run measured is kept
-                    line = record.of(result, around)
-                    path = records.append(records.folder(), name, [line], record.SCHEMA)
+                    kept = record.of(result, around)
+                    path = records.append(records.folder(), name, [kept], record.SCHEMA)
                 results.append(result)
                 right = right and not any(
                     e.refused for e in result.entries if e.contestant == suite.subject
                 )
-            if key in PORTABLE:
-                portable.show(console, portable.BY_NAME[key], results)
+            if key in HELD:
+                line.show(console, held.BY_NAME[key], results)
                 every += results
             else:
                 table.show(console, results, suite.title)
-    if every:
-        portable.summary(console, every)
+    for board in held.BOARDS:
+        if mine := [result for result in every if result.suite in held.GROUPS[board.group]]:
+            held.summary(console, board, mine)
     if path is not None:
         console.print(f"\nRecords: docs/records/{path.name}")
     if not right:
@@ -204,16 +207,16 @@ def chosen_suites(suites: str, case: str | None, quick: bool) -> dict[str, Suite
                 {"suite": suites, "case": case},
                 "--case alone.",
             )
-        line = str(Case.parse(case))
-        return {"-": Suite("your case", (line,), (line,), WITH_FLEX)}
-    known, names = SUITES | PORTABLE, list[str]()
+        mine = str(Case.parse(case))
+        return {"-": Suite("your case", (mine,), (mine,), WITH_FLEX)}
+    known, names = SUITES | HELD, list[str]()
     for word in [word.strip() for word in suites.split(",")] if suites else SUITES:
-        names += PORTABLE if word == portable.GROUP else [word]
+        names += held.GROUPS.get(word, [word])
     if wrong := [name for name in names if name not in known]:
         raise ArgumentError(
             "There is no such suite.",
             {"suite": ", ".join(map(repr, wrong)), "known": ", ".join(SUITES),
-             portable.GROUP: ", ".join(PORTABLE)},
+             **{group: ", ".join(some) for group, some in held.GROUPS.items()}},
             f"--suite {','.join(list(SUITES)[:3])}.",
         )  # fmt: skip
     empty = [name for name in names if quick and not known[name].quick]

@@ -53,9 +53,9 @@ def summary(console: Console, results: Sequence[Result]) -> None:
 
 
 def print_table(
-    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], said: str
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], said: str = ""
 ) -> None:
-    """Print a table of ratios, and what is said about them below it."""
+    """Print a table of ratios, and what is said about them below it, if anything."""
     from rich import box
     from rich.table import Table
 
@@ -66,7 +66,8 @@ def print_table(
         table.add_row(*cells)
     console.print()
     console.print(table)
-    console.print(f"Ratios: {said}.")
+    if said:
+        console.print(f"Ratios: {said}.")
 
 
 def outcome(result: Result) -> Outcome:

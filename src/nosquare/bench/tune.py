@@ -74,7 +74,13 @@ class Search:
                 {"backend": name, "with several": ", ".join(some) or "none"},
                 f"--backend {some[0]}." if some else "",
             )
-        problem = replace(case.problem(), device=device)
+        return Search.today(case, name, device)
+
+    @staticmethod
+    def today(case: Case, name: str, device: torch.device) -> Search:
+        """A case of one phase with today's plan alone. Raises UnsupportedError where the backend
+        does not run it."""
+        backend, problem = named(name), replace(case.problem(), device=device)
         phases = (FORWARD, BACKWARD) if case.phase == BACKWARD else (FORWARD,)
         if why := [w for phase in phases for w in backend.refusals(problem, phase)]:
             raise UnsupportedError(

@@ -1,35 +1,40 @@
 """README's tables of what kernels are held to: those for CPUs (bench/aims.py), one for each
-processor, and triton_any (bench/portable.py), one for each card."""
+processor, and those for backends on a card (bench/held.py), for each card."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from ..bench import portable
+from ..bench import held
 from ..bench.aims import HEADS, SAID, SUITES, Outcome, error_ratio, lines, thread_counts
 from ..bench.ceiling import Ceiling
+from ..bench.line import Outcome as OnCard
 from .evidence import Bench, Entry, places
 
 MINE, THEIRS = "nosquare", "torch"
-NAMES = (*(suite.name for suite in SUITES), *portable.BY_NAME)
+NAMES = (*(suite.name for suite in SUITES), *held.BY_NAME)
 
 
 def tables(cases: Sequence[Bench]) -> list[str]:
     """Lines of Markdown: for each processor or card, of the torch that it was last measured with, a
     table of the newest record of each case. cases: of the suites NAMES, at least one."""
-    held = [b for b in cases if b.suite in portable.BY_NAME]
     found: list[str] = []
-    for here in _places([b for b in cases if b not in held]):
+    for here in _places([b for b in cases if b.suite not in held.BY_NAME]):
         outcomes = [outcome(b) for b in here]
         counts = " / ".join(map(str, thread_counts(outcomes)))
         more = f", with {counts} thread{'s' * (counts != '1')}"
         found += _table(_where(here, more), HEADS, lines(outcomes))
     found += [f"Cells: {SAID}.", ""] if found else []
-    for here in _places(held):
-        rows = portable.lines([on_card(b) for b in here])
-        found += _table(_where(here, ""), portable.HEADS, rows)
-    return [*found, *([f"Cells: {portable.SAID}.", ""] if held else [])]
+    for board in held.BOARDS:
+        mine = [b for b in cases if b.suite in held.GROUPS[board.group]]
+        for here in _places(mine):
+            where = _where(here, "")
+            for heads, rows in board.tables([on_card(b) for b in here]):
+                found += _table(where, heads, rows)
+                where = ""  # said once
+        found += [f"Cells: {board.said}.", ""] if mine else []
+    return found
 
 
 def _places(cases: Sequence[Bench]) -> Iterator[list[Bench]]:
@@ -51,8 +56,7 @@ def _where(here: Sequence[Bench], more: str) -> str:
 
 def _table(where: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [
-        where,
-        "",
+        *([where, ""] if where else []),
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
         *(f"| {' | '.join(cells)} |" for cells in rows),
@@ -78,11 +82,11 @@ def outcome(bench: Bench) -> Outcome:
                    share, error_ratio(bench.case, *errors), ran)  # fmt: skip
 
 
-def on_card(bench: Bench) -> portable.Outcome:
+def on_card(bench: Bench) -> OnCard:
     """A record as a part of its line, of a card."""
     medians_us = {name: _median_us(one) for name, one in bench.entries.items()}
     errors = {name: _errors(one) for name, one in bench.entries.items()}
-    return portable.Outcome.of(bench.suite, bench.case, bench.flops, medians_us, errors)
+    return OnCard.of(held.BY_NAME[bench.suite], bench.case, bench.flops, medians_us, errors)
 
 
 def _errors(entry: Entry) -> dict[str, float]:

@@ -6,12 +6,13 @@
 
     FILE suites [against WHO] [on MACHINE]         a row for each suite: mean of the ratios
     FILE cases SUITES [against WHO] [on MACHINE]   a row for each case: times, ratio, peaks
-    FILE aims [on MACHINE]                         what bench/aims.py and bench/portable.py aim at,
-                                                   for each processor and card
+    FILE aims [on MACHINE]                         what bench/aims.py and bench/held.py aim at, for
+                                                   each processor and card
     FILE verify                                    a row for each function that was verified
 
 FILE names a file of records; SUITES are joined by commas. WHO is torch where left out; `best` is,
 in each case, the fastest of the others. The newest record's machine counts, unless one is named.
+A table of aims whose FILE is not there yet says so.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def _differences(what: str, first: int, old: str, new: str) -> list[str]:
 
 def table(wanted: Wanted, folder: Path) -> str:
     """The Markdown of one block. Raises ArgumentError where there are no such records."""
+    if wanted.table == "aims" and not (folder / f"{wanted.name}.jsonl").is_file():
+        return f"Not measured yet: no records are called {wanted.name}.\n"
     book = Book.read(folder, [wanted.name])
     if wanted.table == "verify":
         return _verify(book)

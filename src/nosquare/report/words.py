@@ -15,7 +15,7 @@ def suite_title(bench: Bench) -> str:
     """What the cases of a record's suite have in common, in words."""
     if bench.suite == "-":
         return "cases of one's own"
-    names = {name: suite.title for name, suite in (cuda.SUITES | cuda.PORTABLE).items()}
+    names = {name: suite.title for name, suite in (cuda.SUITES | cuda.HELD).items()}
     return {**TITLES, **names, "traffic": "bytes that one call moves"}.get(
         bench.suite, f"suite {bench.suite}"
     )
