@@ -87,6 +87,17 @@ class Bound:
             lo, hi = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
         return (lo, hi) if lo < hi else (0, 0)
 
+    def core(self, i_lo: int, i_hi: int) -> tuple[int, int]:
+        """Keys in [lo, hi) are visible to every query i_lo <= i < i_hi. From the sizes alone."""
+        if not self.parts:
+            lo, hi = self.mask.core(i_lo, i_hi, self.n, self.numbers)
+            return (lo, hi) if lo < hi else (0, 0)
+        cores = [part.core(i_lo, i_hi) for part in self.parts]
+        if self.mask.sign == "&":  # type: ignore[attr-defined]
+            lo, hi = max(c[0] for c in cores), min(c[1] for c in cores)
+            return (lo, hi) if lo < hi else (0, 0)
+        return max(cores, key=lambda c: c[1] - c[0])
+
     def tile(self, where: Rectangle) -> Tensor | bool:
         """What is visible in the rectangle: False nothing, True everything, else a bool array that
         broadcasts to (B, Hq, rows, keys).

@@ -1,0 +1,143 @@
+"""gluon_sm90: forward kernels for NVIDIA's Hopper cards (H100, H200), in Gluon.
+
+What costs most there, 16-bit products of plain scores under masks made of intervals. The rest is
+triton_any's. Needs triton, which a CUDA build of torch brings along.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...inputs import Inputs
+from ...problem import Problem
+from ...receipt import Ran
+from ...traffic import Tiling
+from .. import FORWARD, Grads
+from .versions import unsupported
+
+# By name only: what the kernels are now has not been run on a card as a whole (docs/log.md).
+RANK = 950
+__all__ = ["RANK", "backward", "forward", "plan", "refusals", "tiling", "workspace_bytes"]
+_POSITIONS = 1 << 30  # positions are counted in 32 bits, and a window may reach M + N beyond them
+_TILES = 1 << 31
+_STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
+
+
+def refusals(problem: Problem, phase: str) -> list[str]:
+    """What stands against it; empty when it can run the phase."""
+    p = problem
+    if p.device.type != "cuda":
+        return [f"it has kernels for GPUs, and the tensors are on {p.device.type}"]
+    if _capability(p.device) != (9, 0):
+        return ["it has kernels for Hopper cards (sm_90), and this is another"]
+    why = [unsupported()] if unsupported() else []
+    if phase != FORWARD:
+        why.append("it has no backward")
+    halves = (torch.bfloat16, torch.float16)
+    extras = (("bias", p.bias), ("alibi", p.alibi), ("dropout", p.p or None))
+    step = _STEP // p.dtype.itemsize
+    why += [
+        reason
+        for reason, there in (
+            ("it computes bfloat16 and float16", p.dtype not in halves),
+            *((f"it has no {name}", value is not None) for name, value in extras),
+            ("it takes no packed sequences", p.packed),
+            ("of masks given as arrays it reads lengths alone", _other_arrays(p)),
+            ("there is nothing to compute", 0 in (p.B, p.Hq, p.M, p.N, p.E)),
+            ("the scale is not above 0", not p.scale > 0),
+            ("rows of q, k and v need a multiple of 16 bytes", p.D % step or p.E % step),
+            ("q, k and v do not start at multiples of 16 bytes", not p.aligned),
+            ("positions do not fit 32 bits", p.M + p.N >= _POSITIONS),
+        )
+        if there
+    ]
+    return why or _strides(p) or _tiles(p)
+
+
+def _other_arrays(p: Problem) -> bool:
+    from .form import parts_of
+
+    return parts_of(p) is None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def _strides(p: Problem) -> list[str]:
+    """Why TMA cannot read arrays that lie so."""
+    step = _STEP // p.dtype.itemsize
+    for strides, heads, length in zip(p.strides, (p.Hq, p.Hk, p.Hk), (p.M, p.N, p.N), strict=True):
+        sizes = (*p.batch, heads, length)
+        used = [s for n, s in zip(sizes, strides, strict=False) if n > 1]
+        if strides[-1] != 1 or any(s % step or s <= 0 for s in used):
+            return ["strides of q, k and v are not multiples of 16 bytes, above 0"]
+        batch = [(n, s) for n, s in zip(p.batch, strides, strict=False) if n > 1]
+        if any(a[1] != b[1] * b[0] for a, b in pairwise(batch)):
+            return ["the batch axes are not evenly strided"]
+    return []
+
+
+def _tiles(p: Problem) -> list[str]:
+    from .attend_plan import alive, plan
+
+    chosen = plan(p)
+    if chosen is None:
+        return [f"it has no tiles for D {p.D} and E {p.E}"]
+    if -(-p.M // chosen.tile_m) * p.B * p.Hq >= _TILES:
+        return ["more tiles than 31 bits count"]
+    lo, hi = alive(p)
+    if lo > 0 and "t0" in p.mask:
+        return ["keys before those that anybody sees would be read where an entry is short"]
+    if lo > 0 and hi - lo < chosen.tile_n:
+        return [f"nobody sees more than {hi - lo} keys, and those before them would be read"]
+    return []
+
+
+def plan(problem: Problem, phase: str) -> Any:
+    """Tiles for the problem."""
+    from .attend_plan import plan as found
+
+    return found(problem)
+
+
+def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:
+    """Bytes that the receipt of this phase will name."""
+    return 0
+
+
+def tiling(problem: Problem, plan: Any, phase: str) -> Tiling:
+    """The schedule, as the model of traffic.py takes it."""
+    from .attend_plan import tiling as found
+
+    return found(problem, plan)
+
+
+def forward(problem: Problem, plan: Any, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o, lse and what ran."""
+    return _forward()(problem, plan, x)  # type: ignore[no-any-return]
+
+
+@cache
+def _forward() -> Any:
+    """What runs forward: triton is loaded when it is first asked for."""
+    from .attend import forward as found
+
+    return found
+
+
+def backward(
+    problem: Problem,
+    plan: Any,
+    x: Inputs,
+    saved: tuple[Tensor, Tensor],
+    cotangents: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Ran]:
+    """There is none: refusals() says so of every problem."""
+    raise NotImplementedError("gluon_sm90 has no backward: refused")

@@ -1,0 +1,175 @@
+"""Forward on the host: the launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...axes import per_head
+from ...inputs import Inputs
+from ...problem import Problem
+from ...receipt import Ran
+from . import attend_kernel
+from .attend_plan import Plan, padded, rows_of
+from .compiled import POINTERS, Described, Key, Launcher, launcher
+from .form import ROWS, Form, lengths_of, mask_of, numbers
+from .order import listed
+
+# keys and values that the programs at work read together, of a cache of 50 MiB
+NEAR_BYTES = tuple(size << 20 for size in (4, 8, 16, 32))
+MOST_KEPT = 1024  # problems, and descriptors of an argument of one
+RAN = Ran(("attend",))
+
+
+class Ready(NamedTuple):
+    """What the calls of a problem and a plan have in common.
+
+    described  q, k, v and o
+    made       their descriptors so far, by address
+    programs   of the grid
+    strides    of lse, sinks and lengths
+    order      kept for the card
+    known      the other arguments
+    """
+
+    launcher: Launcher
+    described: tuple[Described, ...]
+    made: tuple[dict[int, tuple[Any, ...]], ...]
+    programs: int
+    strides: tuple[tuple[int, int], tuple[int, int], tuple[int]]
+    order: Tensor
+    known: tuple[Any, ...]
+
+
+_READY: dict[Any, Ready] = {}
+
+
+def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
+    """o in the promised order, lse contiguous, and what ran."""
+    sinks = None if x.sinks is None else per_head(x.sinks, p.batch, p.Hq)
+    lengths = lengths_of(p, x.arrays)
+    key: tuple[Any, ...] = (p, plan)
+    for more in (sinks, lengths):
+        if more is not None:
+            key += (more.dtype, more.shape, more.stride())
+    o = p.empty_o()
+    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _prepare(p, plan, (x.q, x.k, x.v, o), sinks, lengths)
+        if not torch.cuda.is_current_stream_capturing():  # then it has no order
+            if len(_READY) >= MOST_KEPT:
+                _READY.clear()
+            _READY[key] = ready
+    descriptors: tuple[Any, ...] = ()
+    for number, t in enumerate((x.q, x.k, x.v, o)):
+        made, address = ready.made[number], t.data_ptr()
+        found = made.get(address)
+        if found is None:
+            if len(made) >= MOST_KEPT:
+                made.clear()
+            found = made[address] = ready.launcher.descriptor(number, t, ready.described[number])
+        descriptors += found
+    start = lse.data_ptr()
+    sink = start if sinks is None else sinks.data_ptr()
+    to, at, step = ready.strides
+    ends = start if lengths is None else lengths.data_ptr()
+    arguments = (start, *to), (sink, *at), (ends, *step), *ready.known
+    ready.launcher(ready.programs, descriptors, arguments)
+    return o, lse, RAN
+
+
+def _prepare(
+    p: Problem,
+    plan: Plan,
+    arrays: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    lengths: Tensor | None,
+) -> Ready:
+    tiles = -(-p.M * plan.group // plan.tile_m)
+    heads = p.Hq // plan.group
+    total = tiles * heads * p.B
+    units = torch.cuda.get_device_properties(p.device).multi_processor_count
+    programs = min(units, total)
+    order = None
+    if not torch.cuda.is_current_stream_capturing():
+        pair = p.N * (p.D + p.E) * p.dtype.itemsize
+        near = [max(1, size // pair) * p.G // plan.group for size in NEAR_BYTES]
+        order = listed(rows_of(p, plan).keys, heads * p.B, near, programs)
+    turns = -(-total // programs) if order is None else len(order)
+    on_card = torch.empty(0) if order is None else order.to(p.device)
+    mask = mask_of(p)[1]
+    known = (
+        *((on_card.data_ptr(),), turns, (tiles, heads, total, int(order is not None))),
+        *((p.M, p.N, p.G // plan.group), numbers(p), mask or (0,)),
+    )
+    described = described_as(p, plan, [(tuple(t.shape), t.stride()) for t in arrays])
+    of_sinks = of_lengths = (0, 0)
+    if sinks is not None:
+        of_sinks = _broadcast(sinks)
+    if lengths is not None:
+        of_lengths = _broadcast(lengths[:, None])
+    strides = (p.Hq * p.M, p.M), of_sinks, of_lengths[:1]
+    types = [None if t is None else t.dtype for t in (sinks, lengths)]
+    run = launcher(key_of(p, plan, described, *types), p.device)
+    return Ready(run, described, ({}, {}, {}, {}), programs, strides, on_card, known)
+
+
+def _broadcast(t: Tensor) -> tuple[int, int]:
+    """Strides of the first two axes, 0 where they have one element."""
+    first, second = (s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True))
+    return first, second
+
+
+def described_as(p: Problem, plan: Plan, arrays: list[Any]) -> tuple[Described, ...]:
+    """q, k, v and o, of these shapes and strides: (entry, row, head, width), with their tiles."""
+    d, e = padded(p.D), padded(p.E)
+    assert d is not None and e is not None, "refused"
+    rows, keys = (1, ROWS // plan.group, plan.group), (1, plan.tile_n, 1)
+    boxes = (*rows, d), (*keys, d), (*keys, e), (*rows, e)
+    found = []
+    for (shape, strides), box in zip(arrays, boxes, strict=True):
+        *batch, heads, length, width = shape
+        entry = next((s for n, s in zip(batch[::-1], strides[-4::-1], strict=True) if n > 1), 0)
+        sizes = (p.B, length, heads, width)
+        steps = (entry, strides[-2], strides[-3], 1)
+        found.append(Described(sizes, _steps(sizes, steps), box))
+    return tuple(found)
+
+
+def _steps(sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
+    # an axis of one has any stride, and TMA takes multiples of 16 bytes
+    return *(s if n > 1 else 8 for n, s in zip(sizes[:-1], steps[:-1], strict=True)), 1
+
+
+def key_of(
+    p: Problem,
+    plan: Plan,
+    described: tuple[Described, ...],
+    sinks: torch.dtype | None = None,
+    lengths: torch.dtype | None = None,
+) -> Key:
+    """What the code of a problem's kernel depends on; sinks, lengths: dtypes of the arrays."""
+    code, mask = mask_of(p)
+    rows = rows_of(p, plan)
+    d, e = described[0].box[-1], described[-1].box[-1]
+    form = Form(
+        *(d, e, plan.group, code, rows.hidden, rows.more, rows.half, rows.even),
+        softcap=p.softcap is not None,
+        sinks=sinks is not None,
+        lengths=lengths is not None,
+    )
+    signature = (
+        *(("*fp32", "i64", "i64"), (POINTERS[sinks or torch.float32], "i64", "i64")),
+        *((POINTERS[lengths or torch.int32], "i64"), ("*i32",), "i32", ("i32",) * 4),
+        *(("i32",) * 3, ("fp32",) * 3, ("i64",) * (len(mask) or 1)),
+    )
+    constants = (
+        *(("F", form), ("TILE_M", plan.tile_m), ("TILE_N", plan.tile_n), ("STAGES", plan.stages)),
+        *(("Q_STAGES", plan.q_stages), ("GROUPS", plan.groups), ("REGISTERS", plan.registers)),
+        *(("ALIAS", plan.alias), ("BUFFER", plan.buffer)),
+    )
+    boxes = tuple(d.box for d in described)
+    return Key(attend_kernel.attend, p.dtype, boxes, signature, constants)

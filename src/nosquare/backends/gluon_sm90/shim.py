@@ -1,0 +1,78 @@
+"""What Gluon lacks or names otherwise from release to release of Triton: the only file that knows.
+
+Named barriers are PTX. Gluon's own arrival at a barrier in memory stops all threads of a warp group
+first; an arrival at a named barrier stops nobody, and waiting there costs no look at memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# renamed in 3.7 and in 3.9
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def _bar(op, threads):
+    # an operation on an element has to give one back
+    return f"bar.{op} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def bar_sync(number, THREADS: gl.constexpr):
+    """Wait at a named barrier until THREADS threads have arrived or wait."""
+    gl.inline_asm_elementwise(
+        _bar("sync", THREADS), "=r,r", [gl.to_tensor(number)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def bar_arrive(number, THREADS: gl.constexpr):
+    """Arrive at a named barrier, and go on."""
+    gl.inline_asm_elementwise(
+        _bar("arrive", THREADS), "=r,r", [gl.to_tensor(number)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _scaling(n):
+    """PTX: n numbers of a thread times two factors, those of rows r and r + 8, unless all factors
+    of the warp are 1. In the layout of products two numbers of r come before two of r + 8."""
+    factors = (2 * n, 2 * n + 2)
+    scaled = "".join(f"mul.f32 ${i}, ${i}, ${factors[i % 4 // 2]}; " for i in range(n))
+    return (
+        "{ .reg .pred p; "
+        f"setp.eq.f32 p, ${factors[0]}, 0f3F800000; "
+        f"setp.eq.and.f32 p, ${factors[1]}, 0f3F800000, p; "
+        "vote.sync.all.pred p, p, 0xffffffff; @p bra.uni SKIP; " + scaled + "SKIP: }"
+    )
+
+
+@gluon.constexpr_function
+def _scaling_operands(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def scaled_rows(u, alpha, NUMBERS: gl.constexpr):
+    """u * alpha[:, None], which costs a warp nothing but a look where all its alphas are exactly 1.
+
+    NUMBERS  of u that a thread holds. A branch that Gluon writes would end every product under way.
+    """
+    return gl.inline_asm_elementwise(
+        _scaling(NUMBERS), _scaling_operands(NUMBERS), [u, alpha[:, None] + gl.zeros_like(u)],
+        dtype=gl.float32, is_pure=False, pack=NUMBERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def one_by_one(x):
+    """The same int32 numbers. LLVM makes vectors of what is compared with them otherwise, packs the
+    conditions of a tile into bits and unpacks them again: four instructions a number, not two."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )

@@ -1,0 +1,269 @@
+"""gluon_sm90 on the host, without a card: what it refuses, how it cuts, what a launch is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nosquare as ns
+from nosquare.bench.cases import Case
+from nosquare.problem import Problem
+
+pytest.importorskip("triton", reason="gluon_sm90 is written in Triton's Gluon")
+
+CARD = torch.device("cuda", 0)
+
+
+def problem(line: str, **more: Any) -> Problem:
+    """Of a case, on a card that need not be here."""
+    return replace(Case.parse(line).problem(), device=CARD, **more)
+
+
+@pytest.fixture
+def gluon(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend, on a machine that believes to have a Hopper card."""
+    from nosquare.backends import gluon_sm90
+
+    monkeypatch.setattr(gluon_sm90, "_capability", lambda device: (9, 0))
+    return gluon_sm90
+
+
+class Recorded:
+    """Stands for a compiled kernel: remembers what it is launched with."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, Any]] = []
+        self.calls: list[tuple[int, Any, Any]] = []
+
+    def descriptor(self, number: int, t: torch.Tensor, described: Any) -> tuple[Any, ...]:
+        self.made.append((number, described))
+        return (number,)
+
+    def __call__(self, grid: int, descriptors: Any, arguments: Any) -> None:
+        self.calls.append((grid, descriptors, arguments))
+
+
+@pytest.fixture
+def launched(gluon: Any, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """Calls of the backend with tensors of a CPU end here."""
+    from nosquare.backends.gluon_sm90 import attend
+
+    found = Recorded()
+    monkeypatch.setattr(attend, "launcher", lambda key, device: found)
+    monkeypatch.setattr(attend, "_READY", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=132),
+    )
+    return found
+
+
+def call(gluon: Any, line: str, **arrays: Any) -> Any:
+    """forward of a case, with tensors of a CPU that hold nothing of use."""
+    case = Case.parse(line)
+    q = torch.zeros(case.B, case.Hq, case.M, case.D, dtype=case.dtype)
+    k = torch.zeros(case.B, case.Hk, case.N, case.D, dtype=case.dtype)
+    v = torch.zeros(case.B, case.Hk, case.N, case.E, dtype=case.dtype)
+    p = replace(case.problem(), device=torch.device("cpu"))
+    from nosquare.inputs import Inputs
+
+    x = Inputs(q, k, v)._replace(**arrays)
+    return p, gluon.forward(p, gluon.plan(p, "forward"), x)
+
+
+def test_a_launch_gets_descriptors_in_tokens_and_heads(gluon: Any, launched: Recorded) -> None:
+    line = "forward bfloat16 B2 Hq8 Hk2 M300 N600 D128 full()"
+    _, (o, lse, ran) = call(gluon, line)
+    assert o.shape == (2, 8, 300, 128)
+    assert lse.shape == (2, 8, 300)
+    assert ran.kernels == ("attend",)
+    assert ran.workspace_bytes == 0
+    q, k, v, to = (described for _, described in launched.made)
+    assert q.shape == (2, 300, 8, 128)
+    assert q.strides == (8 * 300 * 128, 128, 300 * 128, 1)
+    assert q.box == (1, 64, 1, 128)
+    assert to == q
+    assert k.shape == (2, 600, 2, 128)
+    assert k.box == (1, 128, 1, 128)
+    assert v == k
+    ((grid, descriptors, arguments),) = launched.calls
+    assert grid == min(132, 3 * 8 * 2)
+    assert descriptors == (0, 1, 2, 3)
+    to_lse, sinks, _lengths, _order, turns, axes, sizes, numbers, mask = arguments
+    assert to_lse == (lse.data_ptr(), 8 * 300, 300)
+    assert sinks[1:] == (0, 0)
+    assert turns == 1
+    assert axes == (3, 8, 48, 0)
+    assert sizes == (300, 600, 4)
+    assert mask == (0,)
+    assert numbers[0] == pytest.approx(128**-0.5 * 1.4426950408889634)
+
+
+def test_descriptors_are_made_once_for_an_address(gluon: Any, launched: Recorded) -> None:
+    line = "forward bfloat16 B1 Hq2 Hk2 M128 N128 D64 causal(end)"
+    case = Case.parse(line)
+    q, k, v = (torch.zeros(1, 2, 128, 64, dtype=case.dtype) for _ in range(3))
+    from nosquare.inputs import Inputs
+
+    p = replace(case.problem(), device=torch.device("cpu"))
+    chosen = gluon.plan(p, "forward")
+    for _ in range(5):
+        gluon.forward(p, chosen, Inputs(q, k, v))
+    assert sum(number < 3 for number, _ in launched.made) == 3
+    assert len(launched.calls) == 5
+
+
+@pytest.mark.parametrize("mask", ["causal(end)", "window(before=700,after=0)"])
+def test_the_list_has_each_tile_once(gluon: Any, mask: str) -> None:
+    from nosquare.backends.gluon_sm90.attend_plan import rows_of
+    from nosquare.backends.gluon_sm90.order import listed
+
+    p = problem(f"forward bfloat16 B3 Hq4 Hk4 M5000 N5000 D128 {mask}")
+    rows = rows_of(p, gluon.plan(p, "forward"))
+    for most in (None, 0):
+        table = listed(rows.keys, 12, (5, 12), 132, *([] if most is None else [most]))
+        assert table is not None
+        assert table.shape[1] == 132
+        numbers = table[table >= 0].tolist()
+        assert sorted(numbers) == list(range(12 * len(rows.keys)))
+        cost = torch.tensor([0, *rows.keys[::-1]])[(table % len(rows.keys) + 1) * (table >= 0)]
+        shares = cost.sum(0).float()
+        assert shares.max() <= 1.1 * shares.mean() + max(rows.keys)
+
+
+def test_equal_tiles_need_no_list(gluon: Any) -> None:
+    from nosquare.backends.gluon_sm90.attend_plan import rows_of
+    from nosquare.backends.gluon_sm90.order import listed
+
+    p = problem("forward bfloat16 B3 Hq4 Hk4 M512 N500 D128 full()")
+    assert listed(rows_of(p, gluon.plan(p, "forward")).keys, 12, (12,), 132) is None
+
+
+MASKS = {
+    "full": ns.Full(),
+    "causal": ns.Causal(),
+    "start": ns.Causal("start"),
+    "window": ns.Window(200, 30),
+    "past": ns.Window(300, 0),
+    "prefix": ns.Prefix(150),
+    "joined": ns.Causal() | ns.Prefix(333),
+    "both": ns.Causal() & ns.Window(140, None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("m", "n"), [(384, 384), (300, 700), (700, 300), (1, 512), (129, 130)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_tiles_beyond_those_counted_have_nothing_hidden(
+    gluon: Any, name: str, m: int, n: int, width: int
+) -> None:
+    """What a kernel takes as visible without a look is, and every visible key is in some tile."""
+    from nosquare.backends.gluon_sm90.attend_plan import rows_of
+    from nosquare.bound import Bound
+
+    mask = MASKS[name]
+    p = problem(f"forward bfloat16 B1 Hq1 Hk1 M{m} N{n} D{width} {mask}")
+    if gluon.refusals(p, "forward"):
+        pytest.skip("refused")
+    plan = gluon.plan(p, "forward")
+    rows = rows_of(p, plan)
+    bound, wide = Bound(mask, (1,), 1, m, n), plan.tile_n
+    seen = ns.visible(mask, m, n).view(m, n)
+    for at in range(0, m, 64):
+        i_lo, i_hi = at, min(at + 64, m)
+        lo, hi = bound.span(i_lo, i_hi)
+        c_lo, c_hi = bound.core(i_lo, i_hi)
+        first, top = lo // wide, max(-(-hi // wide), lo // wide + 1)
+        low, high = min(max(-(-c_lo // wide), first), top - 1), top - 1
+        if rows.more:
+            high = max(min(c_hi // wide, high), low)
+        mine = seen[i_lo:i_hi]
+        assert mine[:, low * wide : high * wide].all()
+        assert rows.hidden or mine[:, high * wide : top * wide].all()
+        assert not mine[:, : first * wide].any()
+        assert not mine[:, top * wide :].any()
+        assert rows.even or not rows.half  # a tile that was moved begins elsewhere
+        if rows.half and at // 64 % plan.groups % 2 == 0:
+            assert not mine[:, top * wide - wide // 2 :].any()
+
+
+@pytest.mark.parametrize("mask", ["lengths(t0)", "causal(end)&lengths(t0)"])
+def test_lengths_go_to_the_card_and_cut_tiles(gluon: Any, launched: Recorded, mask: str) -> None:
+    from nosquare.backends.gluon_sm90.attend_plan import rows_of
+
+    n_keys = torch.tensor([5, 300])
+    p, _ = call(gluon, f"forward bfloat16 B2 Hq2 Hk2 M256 N256 D128 {mask}", arrays=(n_keys,))
+    ((_, _, arguments),) = launched.calls
+    assert arguments[2] == (n_keys.data_ptr(), 1)
+    rows = rows_of(p, gluon.plan(p, "forward"))
+    assert rows.hidden
+    assert not rows.even
+    assert not rows.half
+
+
+def test_few_rows_of_a_group_share_a_tile(gluon: Any, launched: Recorded) -> None:
+    line = "forward bfloat16 B2 Hq8 Hk2 M16 N600 D128 causal(end)"
+    p, _ = call(gluon, line)
+    assert gluon.plan(p, "forward").group == 4
+    q, k, _v, o = (described for _, described in launched.made)
+    assert q.box == (1, 16, 4, 128)
+    assert o.box == q.box
+    assert k.box == (1, 128, 1, 128)
+    ((grid, _, arguments),) = launched.calls
+    assert grid == 1 * 2 * 2
+    axes, sizes = arguments[5:7]
+    assert axes == (1, 2, 4, 0)
+    assert sizes == (16, 600, 1)
+
+
+REFUSED = {
+    "packed": ({"packed": True}, "packed"),
+    "float32": ({"dtype": torch.float32}, "bfloat16 and float16"),
+    "dropout": ({"p": 0.5}, "dropout"),
+    "bias": ({"bias": (1, 1, 128, 128)}, "bias"),
+    "array": ({"mask": "documents(t0,t1)"}, "arrays"),
+    "scale": ({"scale": -1.0}, "scale"),
+    "width": ({"D": 320}, "no tiles"),
+    "odd": ({"D": 60}, "16 bytes"),
+    "start": ({"aligned": False}, "do not start"),
+    "empty": ({"N": 0}, "nothing to compute"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses_has_a_reason(gluon: Any, name: str) -> None:
+    more, words = REFUSED[name]
+    line = "forward bfloat16 B1 Hq2 Hk2 M128 N128 D64 full()"
+    assert gluon.refusals(problem(line), "forward") == []
+    assert any(words in reason for reason in gluon.refusals(problem(line, **more), "forward"))
+
+
+def test_strides_that_tma_cannot_take_are_refused(gluon: Any) -> None:
+    p = problem("forward bfloat16 B2 Hq2 Hk2 M128 N128 D64 full()")
+    q = p.strides[0]
+    for strides in ((q[0], q[1], 65, 1), (q[0], 0, q[2], 1), (*q[:3], 2)):
+        found = gluon.refusals(replace(p, strides=(strides, *p.strides[1:])), "forward")
+        assert "strides" in " ".join(found)
+
+
+def test_backward_is_another_backends(gluon: Any) -> None:
+    p = problem("forward bfloat16 B2 Hq2 Hk2 M128 N128 D64 full()")
+    assert "no backward" in " ".join(gluon.refusals(p, "backward"))
+
+
+def test_another_release_of_triton_is_refused(gluon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nosquare.backends.gluon_sm90 import versions
+
+    monkeypatch.setattr(versions, "version", lambda name: "4.0.0")
+    versions.unsupported.cache_clear()
+    try:
+        p = problem("forward bfloat16 B2 Hq2 Hk2 M128 N128 D64 full()")
+        assert "triton is 4.0.0" in " ".join(gluon.refusals(p, "forward"))
+    finally:
+        versions.unsupported.cache_clear()
