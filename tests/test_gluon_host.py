@@ -11,6 +11,7 @@ import torch
 
 import nosquare as ns
 from nosquare.bench.cases import Case
+from nosquare.inputs import Inputs, Spec
 from nosquare.problem import Problem
 
 pytest.importorskip("triton", reason="gluon_sm90 is written in Triton's Gluon")
@@ -71,8 +72,6 @@ def call(gluon: Any, line: str, **arrays: Any) -> Any:
     k = torch.zeros(case.B, case.Hk, case.N, case.D, dtype=case.dtype)
     v = torch.zeros(case.B, case.Hk, case.N, case.E, dtype=case.dtype)
     p = replace(case.problem(), device=torch.device("cpu"))
-    from nosquare.inputs import Inputs
-
     x = Inputs(q, k, v)._replace(**arrays)
     return p, gluon.forward(p, gluon.plan(p, "forward"), x)
 
@@ -95,12 +94,12 @@ def test_a_launch_gets_descriptors_in_tokens_and_heads(gluon: Any, launched: Rec
     ((grid, descriptors, arguments),) = launched.calls
     assert grid == min(132, 3 * 8 * 2)
     assert descriptors == (0, 1, 2, 3)
-    to_lse, sinks, _lengths, _order, turns, axes, sizes, numbers, mask = arguments
+    to_lse, sinks, _lengths, _order, turns, axes, sizes, numbers, *_, mask = arguments
     assert to_lse == (lse.data_ptr(), 8 * 300, 300)
     assert sinks[1:] == (0, 0)
     assert turns == 1
     assert axes == (3, 8, 48, 0)
-    assert sizes == (300, 600, 4)
+    assert sizes == (300, 600, 4, 2)
     assert mask == (0,)
     assert numbers[0] == pytest.approx(128**-0.5 * 1.4426950408889634)
 
@@ -109,8 +108,6 @@ def test_descriptors_are_made_once_for_an_address(gluon: Any, launched: Recorded
     line = "forward bfloat16 B1 Hq2 Hk2 M128 N128 D64 causal(end)"
     case = Case.parse(line)
     q, k, v = (torch.zeros(1, 2, 128, 64, dtype=case.dtype) for _ in range(3))
-    from nosquare.inputs import Inputs
-
     p = replace(case.problem(), device=torch.device("cpu"))
     chosen = gluon.plan(p, "forward")
     for _ in range(5):
@@ -219,11 +216,34 @@ def test_few_rows_of_a_group_share_a_tile(gluon: Any, launched: Recorded) -> Non
     assert grid == 1 * 2 * 2
     axes, sizes = arguments[5:7]
     assert axes == (1, 2, 4, 0)
-    assert sizes == (16, 600, 1)
+    assert sizes == (16, 600, 1, 2)
+
+
+def test_packed_sequences_are_dealt_out_on_the_card(gluon: Any, launched: Recorded) -> None:
+    q = torch.zeros(1000, 4, 128, dtype=torch.bfloat16)
+    k = torch.zeros(900, 2, 128, dtype=torch.bfloat16)
+    cu_q, cu_k = torch.tensor([0, 300, 1000]), torch.tensor([0, 400, 900])
+    x = Inputs(q, k, k)._replace(cu_q=cu_q, cu_k=cu_k)
+    p = Problem.of(x, Spec("causal(end)", None, None, 0.0, (0, 0, 0, 0), None, False, False), "")
+    o, lse, ran = gluon.forward(p, gluon.plan(p, "forward"), x)
+    assert o.shape == q.shape
+    assert lse.shape == (4, 1000)
+    assert ran.workspace_bytes == gluon.workspace_bytes(p, None, "forward") == 4
+    (_, to_q), (_, to_k), _, _ = launched.made
+    assert to_q.shape == (1, 1000, 4, 128)
+    assert to_q.strides == (8, 512, 128, 1)
+    assert to_k.shape == (1, 900, 2, 128)
+    ((grid, _, arguments),) = launched.calls
+    to_lse, _, _, _, _, axes, sizes, _, _, to_rows, _ = arguments
+    slots = 1000 // 128 + 2 + 1
+    assert axes == (slots, 4, slots * 4, 0)
+    assert grid == min(132, slots * 4)
+    assert sizes == (1000, 900, 2, 2)
+    assert to_lse[1:] == (0, 1000)
+    assert to_rows == (o.data_ptr(), 512, 128, 128)
 
 
 REFUSED = {
-    "packed": ({"packed": True}, "packed"),
     "float32": ({"dtype": torch.float32}, "bfloat16 and float16"),
     "dropout": ({"p": 0.5}, "dropout"),
     "bias": ({"bias": (1, 1, 128, 128)}, "bias"),

@@ -46,7 +46,6 @@ def refusals(problem: Problem, phase: str) -> list[str]:
         for reason, there in (
             ("it computes bfloat16 and float16", p.dtype not in halves),
             *((f"it has no {name}", value is not None) for name, value in extras),
-            ("it takes no packed sequences", p.packed),
             ("of masks given as arrays it reads lengths alone", _other_arrays(p)),
             ("there is nothing to compute", 0 in (p.B, p.Hq, p.M, p.N, p.E)),
             ("the scale is not above 0", not p.scale > 0),
@@ -74,24 +73,26 @@ def _strides(p: Problem) -> list[str]:
     """Why TMA cannot read arrays that lie so."""
     step = _STEP // p.dtype.itemsize
     for strides, heads, length in zip(p.strides, (p.Hq, p.Hk, p.Hk), (p.M, p.N, p.N), strict=True):
-        sizes = (*p.batch, heads, length)
+        sizes = (length, heads) if p.packed else (*p.batch, heads, length)
         used = [s for n, s in zip(sizes, strides, strict=False) if n > 1]
         if strides[-1] != 1 or any(s % step or s <= 0 for s in used):
             return ["strides of q, k and v are not multiples of 16 bytes, above 0"]
-        batch = [(n, s) for n, s in zip(p.batch, strides, strict=False) if n > 1]
+        batch = [(n, s) for n, s in zip(sizes[:-2], strides, strict=False) if n > 1]
         if any(a[1] != b[1] * b[0] for a, b in pairwise(batch)):
             return ["the batch axes are not evenly strided"]
     return []
 
 
 def _tiles(p: Problem) -> list[str]:
-    from .attend_plan import alive, plan
+    from .attend_plan import alive, plan, tiles
 
     chosen = plan(p)
     if chosen is None:
         return [f"it has no tiles for D {p.D} and E {p.E}"]
-    if -(-p.M // chosen.tile_m) * p.B * p.Hq >= _TILES:
+    if tiles(p, chosen) * p.B * p.Hq >= _TILES:
         return ["more tiles than 31 bits count"]
+    if p.packed:
+        return []
     lo, hi = alive(p)
     if lo > 0 and "t0" in p.mask:
         return ["keys before those that anybody sees would be read where an entry is short"]
@@ -109,7 +110,7 @@ def plan(problem: Problem, phase: str) -> Any:
 
 def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:
     """Bytes that the receipt of this phase will name."""
-    return 0
+    return 4 if problem.packed else 0
 
 
 def tiling(problem: Problem, plan: Any, phase: str) -> Tiling:

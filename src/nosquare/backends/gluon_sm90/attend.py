@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ...axes import per_head
-from ...inputs import Inputs
+from ...inputs import Inputs, check_offsets
 from ...problem import Problem
 from ...receipt import Ran
 from . import attend_kernel
 from .attend_plan import Plan, padded, rows_of
+from .attend_plan import tiles as tiles_of
 from .compiled import POINTERS, Described, Key, Launcher, launcher
 from .form import ROWS, Form, lengths_of, mask_of, numbers
 from .order import listed
@@ -20,7 +21,7 @@ from .order import listed
 # keys and values that the programs at work read together, of a cache of 50 MiB
 NEAR_BYTES = tuple(size << 20 for size in (4, 8, 16, 32))
 MOST_KEPT = 1024  # problems, and descriptors of an argument of one
-RAN = Ran(("attend",))
+RAN, PACKED = Ran(("attend",)), Ran(("attend",), 4)  # a counter
 
 
 class Ready(NamedTuple):
@@ -31,7 +32,8 @@ class Ready(NamedTuple):
     programs   of the grid
     strides    of lse, sinks and lengths
     order      kept for the card
-    known      the other arguments
+    known      other arguments
+    mask       the mask's
     """
 
     launcher: Launcher
@@ -41,6 +43,7 @@ class Ready(NamedTuple):
     strides: tuple[tuple[int, int], tuple[int, int], tuple[int]]
     order: Tensor
     known: tuple[Any, ...]
+    mask: tuple[Any, ...]
 
 
 _READY: dict[Any, Ready] = {}
@@ -48,7 +51,7 @@ _READY: dict[Any, Ready] = {}
 
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o in the promised order, lse contiguous, and what ran."""
-    sinks = None if x.sinks is None else per_head(x.sinks, p.batch, p.Hq)
+    sinks = None if x.sinks is None else per_head(x.sinks, () if p.packed else p.batch, p.Hq)
     lengths = lengths_of(p, x.arrays)
     key: tuple[Any, ...] = (p, plan)
     for more in (sinks, lengths):
@@ -76,9 +79,28 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     sink = start if sinks is None else sinks.data_ptr()
     to, at, step = ready.strides
     ends = start if lengths is None else lengths.data_ptr()
-    arguments = (start, *to), (sink, *at), (ends, *step), *ready.known
-    ready.launcher(ready.programs, descriptors, arguments)
-    return o, lse, RAN
+    arguments: tuple[Any, ...] = (start, *to), (sink, *at), (ends, *step), *ready.known
+    if p.packed:
+        cu_q, cu_k = _offsets(p, x)  # they have to live until the launch
+        counter = torch.zeros(1, dtype=torch.int32, device=p.device)
+        packed = counter.data_ptr(), cu_q.data_ptr(), cu_k.data_ptr()
+        to_rows = o.data_ptr(), o.stride(0), o.stride(1), p.E
+    else:
+        packed, to_rows = (start, start, start), (start, 0, 0, 0)
+    ready.launcher(ready.programs, descriptors, (*arguments, packed, to_rows, ready.mask))
+    return o, lse, PACKED if p.packed else RAN
+
+
+def _offsets(p: Problem, x: Inputs) -> tuple[Tensor, Tensor]:
+    """cu_q and cu_k on the card, int32; those that the host can see are checked, a kernel keeps any
+    others within bounds. Raises ArgumentError."""
+    found = []
+    for name, cu, total in (("cu_q", x.cu_q, p.M), ("cu_k", x.cu_k, p.N)):
+        assert cu is not None, "a packed problem has offsets"
+        if cu.device.type == "cpu":
+            check_offsets(name, cu.tolist(), total)
+        found.append(cu.to(p.device, torch.int32).contiguous())
+    return found[0], found[1]
 
 
 def _prepare(
@@ -88,22 +110,20 @@ def _prepare(
     sinks: Tensor | None,
     lengths: Tensor | None,
 ) -> Ready:
-    tiles = -(-p.M * plan.group // plan.tile_m)
-    heads = p.Hq // plan.group
-    total = tiles * heads * p.B
+    tiles, heads = tiles_of(p, plan), p.Hq // plan.group
+    total = tiles * heads * (1 if p.packed else p.B)
     units = torch.cuda.get_device_properties(p.device).multi_processor_count
     programs = min(units, total)
     order = None
-    if not torch.cuda.is_current_stream_capturing():
+    if not (p.packed or torch.cuda.is_current_stream_capturing()):
         pair = p.N * (p.D + p.E) * p.dtype.itemsize
         near = [max(1, size // pair) * p.G // plan.group for size in NEAR_BYTES]
         order = listed(rows_of(p, plan).keys, heads * p.B, near, programs)
     turns = -(-total // programs) if order is None else len(order)
     on_card = torch.empty(0) if order is None else order.to(p.device)
-    mask = mask_of(p)[1]
     known = (
         *((on_card.data_ptr(),), turns, (tiles, heads, total, int(order is not None))),
-        *((p.M, p.N, p.G // plan.group), numbers(p), mask or (0,)),
+        *((p.M, p.N, p.G // plan.group, p.B), numbers(p)),
     )
     described = described_as(p, plan, [(tuple(t.shape), t.stride()) for t in arrays])
     of_sinks = of_lengths = (0, 0)
@@ -111,10 +131,12 @@ def _prepare(
         of_sinks = _broadcast(sinks)
     if lengths is not None:
         of_lengths = _broadcast(lengths[:, None])
-    strides = (p.Hq * p.M, p.M), of_sinks, of_lengths[:1]
+    strides = (0 if p.packed else p.Hq * p.M, p.M), of_sinks, of_lengths[:1]
     types = [None if t is None else t.dtype for t in (sinks, lengths)]
     run = launcher(key_of(p, plan, described, *types), p.device)
-    return Ready(run, described, ({}, {}, {}, {}), programs, strides, on_card, known)
+    made: tuple[dict[int, tuple[Any, ...]], ...] = ({}, {}, {}, {})
+    mask = mask_of(p)[1] or (0,)
+    return Ready(run, described, made, programs, strides, on_card, known, mask)
 
 
 def _broadcast(t: Tensor) -> tuple[int, int]:
@@ -131,10 +153,12 @@ def described_as(p: Problem, plan: Plan, arrays: list[Any]) -> tuple[Described, 
     boxes = (*rows, d), (*keys, d), (*keys, e), (*rows, e)
     found = []
     for (shape, strides), box in zip(arrays, boxes, strict=True):
-        *batch, heads, length, width = shape
-        entry = next((s for n, s in zip(batch[::-1], strides[-4::-1], strict=True) if n > 1), 0)
-        sizes = (p.B, length, heads, width)
-        steps = (entry, strides[-2], strides[-3], 1)
+        if p.packed:
+            sizes, steps = (1, *shape), (0, *strides)
+        else:
+            *batch, heads, length, width = shape
+            entry = next((s for n, s in zip(batch[::-1], strides[-4::-1], strict=True) if n > 1), 0)
+            sizes, steps = (p.B, length, heads, width), (entry, strides[-2], strides[-3], 1)
         found.append(Described(sizes, _steps(sizes, steps), box))
     return tuple(found)
 
@@ -160,11 +184,13 @@ def key_of(
         softcap=p.softcap is not None,
         sinks=sinks is not None,
         lengths=lengths is not None,
+        packed=p.packed,
     )
     signature = (
         *(("*fp32", "i64", "i64"), (POINTERS[sinks or torch.float32], "i64", "i64")),
         *((POINTERS[lengths or torch.int32], "i64"), ("*i32",), "i32", ("i32",) * 4),
-        *(("i32",) * 3, ("fp32",) * 3, ("i64",) * (len(mask) or 1)),
+        *(("i32",) * 4, ("fp32",) * 3, ("*i32",) * 3, (POINTERS[p.dtype], "i64", "i64", "i32")),
+        ("i64",) * (len(mask) or 1),
     )
     constants = (
         *(("F", form), ("TILE_M", plan.tile_m), ("TILE_N", plan.tile_n), ("STAGES", plan.stages)),

@@ -62,6 +62,8 @@ def plan(p: Problem) -> Plan | None:
     found = PLANS.get((d, e)) if d and e else None
     if found is None:
         return None
+    if p.packed:  # its work takes the barriers of a third slot; nobody knows where tiles are cut
+        return replace(found, stages=2, buffer=found.groups == 2)
     if p.M * 2 <= ROWS and p.G in FOLDED:
         return replace(found, group=p.G)
     if found.groups == 2 and p.N <= SHORT:
@@ -89,6 +91,8 @@ class Rows(NamedTuple):
 @lru_cache(maxsize=4096)
 def rows_of(p: Problem, chosen: Plan) -> Rows:
     """What the mask says of the tiles of a problem."""
+    if p.packed:  # nobody on the host knows how long sequences are
+        return Rows((), True, p.mask != "full()", False, False)
     bound, (_, lengths) = bound_of(p), parts_of(p) or (None, False)
     wide, rows = chosen.tile_n, p.M * chosen.group
     keys, most, half = [], 0, chosen.half
@@ -120,6 +124,13 @@ def _last(bound: Bound, chosen: Plan, row: int) -> int:
     """Keys of its last tile that a group of rows from `row` on may see."""
     i_lo, i_hi = row // chosen.group, min((row + ROWS - 1) // chosen.group + 1, bound.m)
     return (bound.span(i_lo, i_hi)[1] - 1) % chosen.tile_n + 1
+
+
+def tiles(p: Problem, chosen: Plan) -> int:
+    """Tiles of rows of a head, in an entry or in all packed sequences, with room for their ends."""
+    if p.packed:
+        return p.M // chosen.tile_m + p.B + 1
+    return -(-p.M * chosen.group // chosen.tile_m)
 
 
 def alive(p: Problem) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Form:
     half     rows of every second group, from the first on, see at most half of that tile
     even     TILE_N divides N, and somebody sees each key: no tile is cut or moved
     softcap, sinks, lengths  whether there are any; lengths: keys that are no padding, by entry
+    packed   sequences side by side, see packed.py
     """
 
     D: int
@@ -47,6 +48,7 @@ class Form:
     softcap: bool
     sinks: bool
     lengths: bool
+    packed: bool
 
 
 def numbers(p: Problem) -> tuple[float, float, float]:

@@ -42,25 +42,33 @@ def span_of(row, here, mask, F: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_keys(lo, hi, TILE_N: gl.constexpr):
+def tiles_of_keys(lo, hi, alive, TILE_N: gl.constexpr):
     """[first, last): the tiles that hold keys [lo, hi); at least one."""
-    first = lo // TILE_N
-    return first, gl.maximum(gl.cdiv(hi, TILE_N), first + 1)
+    first = gl.maximum(lo - alive[2], 0) // TILE_N
+    return first, gl.maximum(gl.cdiv(hi - alive[2], TILE_N), first + 1)
 
 
 @gluon.jit
-def alive_of(here, mask, F: gl.constexpr):
-    """Keys [lo, hi) of an entry outside which nobody sees any."""
+def alive_of(here, mask, F: gl.constexpr, TILE_N: gl.constexpr):
+    """(lo, hi, origin): keys [lo, hi) of an entry outside which nobody sees any; where tile 0
+    begins, which is key 0 unless a packed sequence has so few of them that one tile holds all."""
     m, n, end = here
     lo, hi = F.mask.span(mask, 0, m, m, n)
-    return lo, gl.minimum(hi, end)
+    hi = gl.minimum(hi, end)
+    origin = 0
+    if F.packed:
+        origin = gl.where(hi - lo < TILE_N, lo, 0)
+    return lo, hi, origin
 
 
 @gluon.jit
 def start_of(t, alive, F: gl.constexpr, TILE_N: gl.constexpr):
     """Where tile t is loaded from: within the keys that somebody sees, since a weight of 0 does not
     hide a value that is not finite. Keys that another tile has too are hidden in this one."""
-    start = t * TILE_N
+    start = alive[2] + t * TILE_N
     if not F.even:
-        start = gl.minimum(gl.maximum(start, alive[0]), alive[1] - TILE_N)
+        latest = alive[1] - TILE_N
+        if F.packed:  # what comes before a sequence is another's; what comes after is cleared
+            latest = gl.maximum(latest, alive[2])
+        start = gl.minimum(gl.maximum(start, alive[0]), latest)
     return start

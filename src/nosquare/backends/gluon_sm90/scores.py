@@ -7,6 +7,7 @@ from .places import start_of
 from .shim import one_by_one
 
 INF = gl.constexpr(float("inf"))
+ROWS = gl.constexpr(64)  # of a warp group: what one product takes
 
 
 @gluon.jit
@@ -43,6 +44,7 @@ def scored(s, t, rows, bounds, alive, here, numbers, mask, F: gl.constexpr,
         s = gl.where(F.mask.keep(mask, 0, 0, i, j, here[0], here[1]), s, -INF)
         if not F.even:
             lo, hi = bounds
-            s = gl.where(j >= gl.maximum(t * TILE_N, lo), s, -INF)
-            s = gl.where(j < gl.minimum((t + 1) * TILE_N, hi), s, -INF)
+            begin = alive[2] + t * TILE_N
+            s = gl.where(j >= gl.maximum(begin, lo), s, -INF)
+            s = gl.where(j < gl.minimum(begin + TILE_N, hi), s, -INF)
     return s

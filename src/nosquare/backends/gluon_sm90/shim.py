@@ -39,6 +39,31 @@ def bar_arrive(number, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _bar_with(threads):
+    return f"bar.arrive $1, {threads}; mov.u32 $0, $2;"
+
+
+@gluon.jit
+def arrived_with(number, value, THREADS: gl.constexpr):
+    """The same number of 32 bits, after arriving at a named barrier. It was read before that."""
+    return gl.inline_asm_elementwise(
+        _bar_with(THREADS), "=r,r,r", [gl.to_tensor(number), value],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def claimed(counter):
+    """What a counter holds, which a warp of its own has then moved on by 1."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        "@p atom.global.add.u32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
+        "=r,l", [counter.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
 def _scaling(n):
     """PTX: n numbers of a thread times two factors, those of rows r and r + 8, unless all factors
     of the warp are 1. In the layout of products two numbers of r come before two of r + 8."""
