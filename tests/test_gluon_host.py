@@ -11,6 +11,7 @@ import torch
 
 import nosquare as ns
 from nosquare.bench.cases import Case
+from nosquare.bench.tune import stand_ins
 from nosquare.inputs import Inputs, Spec
 from nosquare.problem import Problem
 
@@ -241,6 +242,35 @@ def test_packed_sequences_are_dealt_out_on_the_card(gluon: Any, launched: Record
     assert sizes == (1000, 900, 2, 2)
     assert to_lse[1:] == (0, 1000)
     assert to_rows == (o.data_ptr(), 512, 128, 128)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_other_plans_fit_and_differ_in_words(gluon: Any, width: int) -> None:
+    from nosquare.backends.gluon_sm90.attend_plan import shared_bytes
+    from nosquare.backends.gluon_sm90.search import SHARED_BYTES
+
+    p = problem(f"forward bfloat16 B1 Hq4 Hk4 M4096 N4096 D{width} causal(end)")
+    today = gluon.plan(p, "forward")
+    found = gluon.plans(p, "forward")
+    assert found
+    assert today not in found
+    assert all(shared_bytes(p, one) <= SHARED_BYTES for one in [today, *found])
+    assert len({str(one) for one in [today, *found]}) == len(found) + 1
+    assert gluon.plans(p, "forward", [today]) == []
+
+
+def test_a_build_ahead_compiles_what_a_launch_asks_for(
+    gluon: Any, launched: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nosquare.backends.gluon_sm90 import attend
+
+    asked = []
+    monkeypatch.setattr(attend, "launcher", lambda key, device: asked.append(key) or launched)
+    line = "forward bfloat16 B2 Hq8 Hk2 M300 N600 D128 causal(end) sinks"
+    p, _ = call(gluon, line, sinks=torch.zeros(8))
+    x = stand_ins(Case.parse(line))
+    (name,) = gluon.builds(p, gluon.plan(p, "forward"), "forward", x)
+    assert [name] == asked
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ triton_any's. Needs triton, which a CUDA build of torch brings along.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,17 @@ from .versions import unsupported
 
 # By name only: what the kernels are now has not been run on a card as a whole (docs/log.md).
 RANK = 950
-__all__ = ["RANK", "backward", "forward", "plan", "refusals", "tiling", "workspace_bytes"]
+__all__ = [
+    "RANK",
+    "backward",
+    "builds",
+    "forward",
+    "plan",
+    "plans",
+    "refusals",
+    "tiling",
+    "workspace_bytes",
+]
 _POSITIONS = 1 << 30  # positions are counted in 32 bits, and a window may reach M + N beyond them
 _TILES = 1 << 31
 _STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
@@ -106,6 +117,20 @@ def plan(problem: Problem, phase: str) -> Any:
     from .attend_plan import plan as found
 
     return found(problem)
+
+
+def plans(problem: Problem, phase: str, timed: Sequence[Any] = ()) -> list[Any]:
+    """Other plans worth timing."""
+    from .search import plans as found
+
+    return [*found(problem, phase, timed)]
+
+
+def builds(problem: Problem, plan: Any, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
+    """What compiles the kernel of a plan ahead."""
+    from .search import builds as found
+
+    return found(problem, plan, phase, x)
 
 
 def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:

@@ -168,6 +168,17 @@ def _steps(sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
     return *(s if n > 1 else 8 for n, s in zip(sizes[:-1], steps[:-1], strict=True)), 1
 
 
+def offline(p: Problem, plan: Plan, x: Inputs) -> Key:
+    """The key of a problem's kernel, from stand-ins for what it has beside q, k and v."""
+    widths = p.D, p.D, p.E, p.E
+    heads, rows = (p.Hq, p.Hk, p.Hk, p.Hq), (p.M, p.N, p.N, p.M)
+    sizes = list(zip(heads, rows, widths, strict=True))
+    shapes = [(r, h, w) if p.packed else (*p.batch, h, r, w) for h, r, w in sizes]
+    arrays = [(shape, (0,) * len(shape)) for shape in shapes]
+    types = [None if t is None else t.dtype for t in (x.sinks, next(iter(x.arrays), None))]
+    return key_of(p, plan, described_as(p, plan, arrays), *types)
+
+
 def key_of(
     p: Problem,
     plan: Plan,

@@ -37,10 +37,16 @@ class Plan:
 
     def __str__(self) -> str:
         words = f"{self.tile_m} rows x {self.tile_n} keys, {self.groups} warp groups in turns"
+        words += f", {self.stages} stages of k and v, {self.q_stages} of q"
+        words += ", o in the place of q" if self.alias else ""
+        words += ", weights kept apart" if self.buffer else ""
+        words += ", half of the last tile" if self.half else ""
         return words + (f", {self.group} query heads a tile" if self.group > 1 else "")
 
 
 SHORT = 2048  # keys up to which the last tile is worth a kernel of its own
+SHORTEST = 512
+NARROW = Plan(128, 128, 2, 2, 240, q_stages=2, half=True)
 FOLDED = (2, 4, 8, 16, 32, 64)  # heads of a group whose rows may share a tile: they divide ROWS
 # by the widths of q and v in tiles
 PLANS = {
@@ -66,6 +72,8 @@ def plan(p: Problem) -> Plan | None:
         return replace(found, stages=2, buffer=found.groups == 2)
     if p.M * 2 <= ROWS and p.G in FOLDED:
         return replace(found, group=p.G)
+    if found.groups == 3 and p.N <= SHORTEST and len(set(rows_of(p, found).keys)) > 1:
+        return NARROW  # of tiles of 192 rows too much would be hidden
     if found.groups == 2 and p.N <= SHORT:
         return replace(found, half=True, buffer=False)
     if found.groups == 3 and not rows_of(p, found).even:  # 160 registers do not hold both
@@ -142,6 +150,14 @@ def tiling(p: Problem, chosen: Plan) -> Tiling:
     """The schedule, as the model of traffic.py takes it."""
     rows = chosen.tile_m * (1 if chosen.group > 1 else p.G)
     return Tiling(rows, chosen.tile_n, source="gluon_sm90's plan")
+
+
+def shared_bytes(p: Problem, chosen: Plan) -> int:
+    """Fast memory that a block takes: tiles of q, o, k and v, and barriers."""
+    d, e = padded(p.D), padded(p.E)
+    assert d is not None and e is not None, "refused"
+    rows = chosen.tile_m * (chosen.q_stages * d + (0 if chosen.alias else e))
+    return p.dtype.itemsize * (rows + chosen.stages * chosen.tile_n * (d + e)) + 1024
 
 
 assert all(one.tile_m == ROWS * one.groups for one in PLANS.values())
