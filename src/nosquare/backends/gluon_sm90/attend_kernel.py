@@ -223,9 +223,7 @@ def _rows(
         if count < TILE_N:  # the next sequence's keys follow
             cleared(v, count)
     u = warpgroup_mma(weights, v, u, is_async=True)
-    if F.packed:
-        coming = taken(work_smem, work_full, done + 1, GROUPS)
-    else:
+    if not F.packed:
         coming = work_of(turn + 1, turns, order, grid)
     total = gl.convert_layout(gl.sum(l, 1), row_layout, assert_trivial=True)
     u = warpgroup_mma_wait(0, deps=(u,))
@@ -233,6 +231,8 @@ def _rows(
     number += 1
     for _other in range(mine - first):
         number = _pass(number, k_full, v_full, C, STAGES, GROUPS)
+    if F.packed:  # not before the last tile has gone by: until then who loads waits for that
+        coming = taken(work_smem, work_full, done + 1, GROUPS)
 
     # ---- o and lse
     i = rows // F.group

@@ -125,7 +125,8 @@ def _seen(bound: Bound, chosen: Plan, row: int, count: int) -> tuple[int, int, i
     last = max(-(-hi // chosen.tile_n), first + 1)
     c_lo, c_hi = bound.core(i_lo, i_hi)
     low = max(-(-c_lo // chosen.tile_n), first)
-    return first, last, min(max(c_hi // chosen.tile_n, low), last)
+    whole = min(max(c_hi // chosen.tile_n, low), last)
+    return first, last, min(whole, last - 1) if low >= last else whole
 
 
 def _last(bound: Bound, chosen: Plan, row: int) -> int:
