@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "nosquare"
 # __init__. A new module is one word here and one line in docs/design.md.
 RANKS = [
     ["errors"],
-    ["device", "state", "dropout", "axes"],
+    ["device", "state", "dropout", "axes", "driver"],
     ["mask", "score", "kvcache"],
     ["bound", "spelling", "traced"],
     ["inputs", "mask_text"],

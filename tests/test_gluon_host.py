@@ -35,18 +35,44 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Recorded:
-    """Stands for a compiled kernel: remembers what it is launched with."""
+    """Stands for a loaded kernel: remembers what it is launched with."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, Any]] = []
-        self.calls: list[tuple[int, Any, Any]] = []
+        self.laid_out: list[list[Any]] = []
+        self.calls: list[tuple[int, list[Any]]] = []
 
-    def descriptor(self, number: int, t: torch.Tensor, described: Any) -> tuple[Any, ...]:
+    def descriptor(self, number: int, t: torch.Tensor, described: Any) -> Any:
         self.made.append((number, described))
-        return (number,)
+        return SimpleNamespace(address=f"map {number}")
 
-    def __call__(self, grid: int, descriptors: Any, arguments: Any) -> None:
-        self.calls.append((grid, descriptors, arguments))
+    def launch(self, values: list[Any], varying: list[int]) -> Any:
+        def run(grid: int, device: int, stream: int, maps: Any, numbers: Any) -> None:
+            given = list(values)
+            for n, value in zip(varying, self.in_order(varying, maps, numbers), strict=True):
+                given[n] = value
+            self.calls.append((grid, given))
+
+        return run
+
+    @staticmethod
+    def in_order(varying: list[int], maps: Any, numbers: Any) -> list[Any]:
+        """Descriptors are followed by 4 sizes and 4 strides."""
+        maps, numbers = iter(maps), iter(numbers)
+        return [next(maps if n in (0, 9, 18, 27) else numbers) for n in varying]
+
+
+def arguments_of(given: list[Any]) -> dict[str, Any]:
+    """What a launch was given, by the names of the kernel's parameters."""
+    found, at = {}, 0
+    counts = {
+        "q": 9, "k": 9, "v": 9, "o": 9, "lse": 3, "sinks": 3, "lengths": 2, "order": 1,
+        "turns": 1, "grid": 4, "sizes": 4, "numbers": 3, "packed": 3, "o_rows": 4,
+    }  # fmt: skip
+    for name, count in counts.items():
+        found[name] = tuple(given[at : at + count])
+        at += count
+    return {**found, "mask": tuple(given[at:])}
 
 
 @pytest.fixture
@@ -55,14 +81,13 @@ def launched(gluon: Any, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     from nosquare.backends.gluon_sm90 import attend
 
     found = Recorded()
-    monkeypatch.setattr(attend, "launcher", lambda key, device: found)
+    monkeypatch.setattr(attend, "loaded", lambda key, device: found)
     monkeypatch.setattr(attend, "_READY", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=132),
-    )
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     return found
 
 
@@ -92,17 +117,18 @@ def test_a_launch_gets_descriptors_in_tokens_and_heads(gluon: Any, launched: Rec
     assert k.shape == (2, 600, 2, 128)
     assert k.box == (1, 128, 1, 128)
     assert v == k
-    ((grid, descriptors, arguments),) = launched.calls
+    ((grid, given),) = launched.calls
     assert grid == min(132, 3 * 8 * 2)
-    assert descriptors == (0, 1, 2, 3)
-    to_lse, sinks, _lengths, _order, turns, axes, sizes, numbers, *_, mask = arguments
-    assert to_lse == (lse.data_ptr(), 8 * 300, 300)
-    assert sinks[1:] == (0, 0)
-    assert turns == 1
-    assert axes == (3, 8, 48, 0)
-    assert sizes == (300, 600, 4, 2)
-    assert mask == (0,)
-    assert numbers[0] == pytest.approx(128**-0.5 * 1.4426950408889634)
+    assert [given[n] for n in (0, 9, 18, 27)] == ["map 0", "map 1", "map 2", "map 3"]
+    found = arguments_of(given)
+    assert found["q"][1:] == (*q.shape, *q.strides)
+    assert found["lse"] == (lse.data_ptr(), 8 * 300, 300)
+    assert found["sinks"] == (0, 0, 0)
+    assert found["turns"] == (1,)
+    assert found["grid"] == (3, 8, 48, 0)
+    assert found["sizes"] == (300, 600, 4, 2)
+    assert found["numbers"][0] == pytest.approx(128**-0.5 * 1.4426950408889634)
+    assert found["mask"] == (0,)
 
 
 def test_descriptors_are_made_once_for_an_address(gluon: Any, launched: Recorded) -> None:
@@ -197,8 +223,8 @@ def test_lengths_go_to_the_card_and_cut_tiles(gluon: Any, launched: Recorded, ma
 
     n_keys = torch.tensor([5, 300])
     p, _ = call(gluon, f"forward bfloat16 B2 Hq2 Hk2 M256 N256 D128 {mask}", arrays=(n_keys,))
-    ((_, _, arguments),) = launched.calls
-    assert arguments[2] == (n_keys.data_ptr(), 1)
+    ((_, given),) = launched.calls
+    assert arguments_of(given)["lengths"] == (n_keys.data_ptr(), 1)
     rows = rows_of(p, gluon.plan(p, "forward"))
     assert rows.hidden
     assert not rows.even
@@ -213,11 +239,11 @@ def test_few_rows_of_a_group_share_a_tile(gluon: Any, launched: Recorded) -> Non
     assert q.box == (1, 16, 4, 128)
     assert o.box == q.box
     assert k.box == (1, 128, 1, 128)
-    ((grid, _, arguments),) = launched.calls
+    ((grid, given),) = launched.calls
     assert grid == 1 * 2 * 2
-    axes, sizes = arguments[5:7]
-    assert axes == (1, 2, 4, 0)
-    assert sizes == (16, 600, 1, 2)
+    found = arguments_of(given)
+    assert found["grid"] == (1, 2, 4, 0)
+    assert found["sizes"] == (16, 600, 1, 2)
 
 
 def test_packed_sequences_are_dealt_out_on_the_card(gluon: Any, launched: Recorded) -> None:
@@ -234,14 +260,15 @@ def test_packed_sequences_are_dealt_out_on_the_card(gluon: Any, launched: Record
     assert to_q.shape == (1, 1000, 4, 128)
     assert to_q.strides == (8, 512, 128, 1)
     assert to_k.shape == (1, 900, 2, 128)
-    ((grid, _, arguments),) = launched.calls
-    to_lse, _, _, _, _, axes, sizes, _, _, to_rows, _ = arguments
+    ((grid, given),) = launched.calls
     slots = 1000 // 128 + 2 + 1
-    assert axes == (slots, 4, slots * 4, 0)
     assert grid == min(132, slots * 4)
-    assert sizes == (1000, 900, 2, 2)
-    assert to_lse[1:] == (0, 1000)
-    assert to_rows == (o.data_ptr(), 512, 128, 128)
+    found = arguments_of(given)
+    assert found["grid"] == (slots, 4, slots * 4, 0)
+    assert found["sizes"] == (1000, 900, 2, 2)
+    assert found["lse"] == (lse.data_ptr(), 0, 1000)
+    assert found["o_rows"] == (o.data_ptr(), 512, 128, 128)
+    assert all(found["packed"])
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -265,7 +292,7 @@ def test_a_build_ahead_compiles_what_a_launch_asks_for(
     from nosquare.backends.gluon_sm90 import attend
 
     asked = []
-    monkeypatch.setattr(attend, "launcher", lambda key, device: asked.append(key) or launched)
+    monkeypatch.setattr(attend, "loaded", lambda key, device: asked.append(key) or launched)
     line = "forward bfloat16 B2 Hq8 Hk2 M300 N600 D128 causal(end) sinks"
     p, _ = call(gluon, line, sinks=torch.zeros(8))
     x = stand_ins(Case.parse(line))

@@ -21,22 +21,11 @@ from ...traffic import Tiling
 from .. import FORWARD, Grads
 from .versions import unsupported
 
+STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
+MOST_POSITIONS = 1 << 30  # counted in 32 bits, and a window may reach M + N beyond them
+MOST_TILES = 1 << 31
 # By name only: what the kernels are now has not been run on a card as a whole (docs/log.md).
 RANK = 950
-__all__ = [
-    "RANK",
-    "backward",
-    "builds",
-    "forward",
-    "plan",
-    "plans",
-    "refusals",
-    "tiling",
-    "workspace_bytes",
-]
-_POSITIONS = 1 << 30  # positions are counted in 32 bits, and a window may reach M + N beyond them
-_TILES = 1 << 31
-_STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
 
 
 def refusals(problem: Problem, phase: str) -> list[str]:
@@ -51,7 +40,7 @@ def refusals(problem: Problem, phase: str) -> list[str]:
         why.append("it has no backward")
     halves = (torch.bfloat16, torch.float16)
     extras = (("bias", p.bias), ("alibi", p.alibi), ("dropout", p.p or None))
-    step = _STEP // p.dtype.itemsize
+    step = STEP // p.dtype.itemsize
     why += [
         reason
         for reason, there in (
@@ -62,7 +51,7 @@ def refusals(problem: Problem, phase: str) -> list[str]:
             ("the scale is not above 0", not p.scale > 0),
             ("rows of q, k and v need a multiple of 16 bytes", p.D % step or p.E % step),
             ("q, k and v do not start at multiples of 16 bytes", not p.aligned),
-            ("positions do not fit 32 bits", p.M + p.N >= _POSITIONS),
+            ("positions do not fit 32 bits", p.M + p.N >= MOST_POSITIONS),
         )
         if there
     ]
@@ -82,7 +71,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _strides(p: Problem) -> list[str]:
     """Why TMA cannot read arrays that lie so."""
-    step = _STEP // p.dtype.itemsize
+    step = STEP // p.dtype.itemsize
     for strides, heads, length in zip(p.strides, (p.Hq, p.Hk, p.Hk), (p.M, p.N, p.N), strict=True):
         sizes = (length, heads) if p.packed else (*p.batch, heads, length)
         used = [s for n, s in zip(sizes, strides, strict=False) if n > 1]
@@ -100,7 +89,7 @@ def _tiles(p: Problem) -> list[str]:
     chosen = plan(p)
     if chosen is None:
         return [f"it has no tiles for D {p.D} and E {p.E}"]
-    if tiles(p, chosen) * p.B * p.Hq >= _TILES:
+    if tiles(p, chosen) * p.B * p.Hq >= MOST_TILES:
         return ["more tiles than 31 bits count"]
     if p.packed:
         return []

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...axes import per_head
+from ...driver import Launch, TensorMap
 from ...inputs import Inputs, check_offsets
 from ...problem import Problem
 from ...receipt import Ran
 from . import attend_kernel
 from .attend_plan import Plan, padded, rows_of
 from .attend_plan import tiles as tiles_of
-from .compiled import POINTERS, Described, Key, Launcher, launcher
+from .compiled import POINTERS, Described, Key, Loaded, loaded
 from .form import ROWS, Form, lengths_of, mask_of, numbers
 from .order import listed
 
@@ -27,23 +29,19 @@ RAN, PACKED = Ran(("attend",)), Ran(("attend",), 4)  # a counter
 class Ready(NamedTuple):
     """What the calls of a problem and a plan have in common.
 
+    kernel, launch  loaded, and with its arguments laid out
     described  q, k, v and o
-    made       their descriptors so far, by address
+    made       their descriptors so far, by address, which recurs where an allocator gives memory
     programs   of the grid
-    strides    of lse, sinks and lengths
     order      kept for the card
-    known      other arguments
-    mask       the mask's
     """
 
-    launcher: Launcher
+    kernel: Loaded
+    launch: Launch
     described: tuple[Described, ...]
-    made: tuple[dict[int, tuple[Any, ...]], ...]
+    made: tuple[dict[int, TensorMap], ...]
     programs: int
-    strides: tuple[tuple[int, int], tuple[int, int], tuple[int]]
     order: Tensor
-    known: tuple[Any, ...]
-    mask: tuple[Any, ...]
 
 
 _READY: dict[Any, Ready] = {}
@@ -51,12 +49,13 @@ _READY: dict[Any, Ready] = {}
 
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     """o in the promised order, lse contiguous, and what ran."""
-    sinks = None if x.sinks is None else per_head(x.sinks, () if p.packed else p.batch, p.Hq)
-    lengths = lengths_of(p, x.arrays)
     key: tuple[Any, ...] = (p, plan)
-    for more in (sinks, lengths):
-        if more is not None:
-            key += (more.dtype, more.shape, more.stride())
+    sinks = lengths = None
+    if x.sinks is not None or x.arrays:
+        sinks = None if x.sinks is None else per_head(x.sinks, () if p.packed else p.batch, p.Hq)
+        lengths = lengths_of(p, x.arrays)
+        for more in (sinks, lengths):
+            key += () if more is None else (more.dtype, more.shape, more.stride())
     o = p.empty_o()
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
     ready = _READY.get(key)
@@ -66,28 +65,31 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
             if len(_READY) >= MOST_KEPT:
                 _READY.clear()
             _READY[key] = ready
-    descriptors: tuple[Any, ...] = ()
+    maps: list[TensorMap] = []  # they have to live until the launch
     for number, t in enumerate((x.q, x.k, x.v, o)):
         made, address = ready.made[number], t.data_ptr()
         found = made.get(address)
         if found is None:
             if len(made) >= MOST_KEPT:
                 made.clear()
-            found = made[address] = ready.launcher.descriptor(number, t, ready.described[number])
-        descriptors += found
-    start = lse.data_ptr()
-    sink = start if sinks is None else sinks.data_ptr()
-    to, at, step = ready.strides
-    ends = start if lengths is None else lengths.data_ptr()
-    arguments: tuple[Any, ...] = (start, *to), (sink, *at), (ends, *step), *ready.known
+            found = made[address] = ready.kernel.descriptor(number, t, ready.described[number])
+        maps.append(found)
+    addresses, numbers = [one.address for one in maps], [lse.data_ptr()]
+    for more in (sinks, lengths):
+        if more is not None:
+            numbers.append(more.data_ptr())
     if p.packed:
-        cu_q, cu_k = _offsets(p, x)  # they have to live until the launch
+        cu_q, cu_k = _offsets(p, x)  # so have these
         counter = torch.zeros(1, dtype=torch.int32, device=p.device)
-        packed = counter.data_ptr(), cu_q.data_ptr(), cu_k.data_ptr()
-        to_rows = o.data_ptr(), o.stride(0), o.stride(1), p.E
+        numbers += [counter.data_ptr(), cu_q.data_ptr(), cu_k.data_ptr(), o.data_ptr()]
+    index = p.device.index
+    if torch._C._cuda_getDevice() == index:  # torch.cuda asks first whether there is CUDA
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        ready.launch(ready.programs, index, stream, addresses, numbers)
     else:
-        packed, to_rows = (start, start, start), (start, 0, 0, 0)
-    ready.launcher(ready.programs, descriptors, (*arguments, packed, to_rows, ready.mask))
+        with torch.cuda.device(index):
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            ready.launch(ready.programs, index, stream, addresses, numbers)
     return o, lse, PACKED if p.packed else RAN
 
 
@@ -121,22 +123,38 @@ def _prepare(
         order = listed(rows_of(p, plan).keys, heads * p.B, near, programs)
     turns = -(-total // programs) if order is None else len(order)
     on_card = torch.empty(0) if order is None else order.to(p.device)
-    known = (
-        *((on_card.data_ptr(),), turns, (tiles, heads, total, int(order is not None))),
-        *((p.M, p.N, p.G // plan.group, p.B), numbers(p)),
-    )
     described = described_as(p, plan, [(tuple(t.shape), t.stride()) for t in arrays])
-    of_sinks = of_lengths = (0, 0)
-    if sinks is not None:
-        of_sinks = _broadcast(sinks)
-    if lengths is not None:
-        of_lengths = _broadcast(lengths[:, None])
-    strides = (0 if p.packed else p.Hq * p.M, p.M), of_sinks, of_lengths[:1]
+    of_sinks = (0, 0) if sinks is None else _broadcast(sinks)
+    of_lengths = (0, 0) if lengths is None else _broadcast(lengths[:, None])
+    at = Address()
+    values = (
+        *((at, *d.shape, *d.strides) for d in described),
+        (at, 0 if p.packed else p.Hq * p.M, p.M),
+        (0 if sinks is None else at, *of_sinks),
+        (0 if lengths is None else at, of_lengths[0]),
+        *(on_card.data_ptr(), turns, (tiles, heads, total, int(order is not None))),
+        *((p.M, p.N, p.G // plan.group, p.B), numbers(p)),
+        *(((at, at, at), (at, *arrays[3].stride()[:2], p.E)) if p.packed else ((0,) * 3, (0,) * 4)),
+        mask_of(p)[1] or (0,),
+    )
+    flat = [*_flat(values)]
     types = [None if t is None else t.dtype for t in (sinks, lengths)]
-    run = launcher(key_of(p, plan, described, *types), p.device)
-    made: tuple[dict[int, tuple[Any, ...]], ...] = ({}, {}, {}, {})
-    mask = mask_of(p)[1] or (0,)
-    return Ready(run, described, made, programs, strides, on_card, known, mask)
+    kernel = loaded(key_of(p, plan, described, *types), p.device)
+    varying = [n for n, value in enumerate(flat) if value is at]
+    launch = kernel.launch([0 if value is at else value for value in flat], varying)
+    return Ready(kernel, launch, described, ({}, {}, {}, {}), programs, on_card)
+
+
+class Address:
+    """Stands for an argument that each call brings."""
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 def _broadcast(t: Tensor) -> tuple[int, int]:

@@ -1,12 +1,11 @@
-"""Kernels compiled once for a form, and launched without making descriptors of TMA anew.
+"""Kernels compiled once for a form, and handed to CUDA's driver (driver.py).
 
-A descriptor says where an array is and how it lies. Triton makes one for each array in each call;
-here they are kept by address, which recurs where memory is taken from an allocator.
+Triton's launcher would make the descriptors of TMA anew in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ... import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -26,7 +26,6 @@ POINTERS = {
 }
 TILES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-MOST_KEPT = 1024  # descriptors of one argument
 
 
 class Key(NamedTuple):
@@ -63,12 +62,6 @@ def compile_for(key: Key) -> Any:
     return triton.compile(source, target=TARGET, options={"num_warps": 4})
 
 
-@lru_cache(maxsize=1024)
-def launcher(key: Key, device: torch.device) -> Launcher:
-    """The kernel, loaded on a device."""
-    return Launcher(compile_for(key), key, device)
-
-
 class Described(NamedTuple):
     """How an array lies: sizes and strides in elements, and its tiles."""
 
@@ -77,56 +70,33 @@ class Described(NamedTuple):
     box: tuple[int, ...]
 
 
-class Launcher:
+class Loaded:
     """A compiled kernel on a device."""
 
-    def __init__(self, kernel: Any, key: Key, device: torch.device) -> None:
-        self.kernel, self.device = kernel, device
+    def __init__(self, key: Key, device: torch.device) -> None:
+        kernel = compile_for(key)
+        name, shared = kernel.metadata.name, kernel.metadata.shared
+        self.types = driver.parameters(kernel.asm["ptx"], name)
+        self.threads, self.shared_bytes = 32 * kernel.metadata.num_warps, shared
+        self._tiles = kernel.metadata.tensordesc_meta  # as TMA takes them: some are loaded in parts
         with torch.cuda.device(device):
-            run = kernel.run  # loads it
-        self.function, self.packed = kernel.function, kernel.packed_metadata
-        self.constants = tuple(value for _, value in key.constants)
-        self.raw = _raw(run)
-        self.run = run
-        self.metadata = kernel.metadata.tensordesc_meta
+            self.function = driver.load(kernel.asm["cubin"], name, shared)
 
-    def descriptor(self, number: int, t: Tensor, d: Described) -> tuple[Any, ...]:
-        """What stands for descriptor `number` among the arguments, of an array."""
-        made = TensorDescriptor(t, [*d.shape], [*d.strides], [*d.box], layout(d.box, t.dtype))
-        if self.raw is None:
-            return (made,)
-        from triton.backends.nvidia.driver import make_tensordesc_arg
+    def descriptor(self, number: int, t: Tensor, d: Described) -> driver.TensorMap:
+        """Descriptor `number` of the kernel, of an array."""
+        tiles = self._tiles[number]
+        box, swizzle = tiles["block_size"], tiles["swizzle"]
+        return driver.TensorMap(t.data_ptr(), t.dtype, d.shape, d.strides, box, swizzle)
 
-        return tuple(make_tensordesc_arg(made, self.metadata[number]))
-
-    def __call__(self, grid: int, descriptors: Sequence[Any], arguments: Sequence[Any]) -> None:
-        """Launch on the current stream of the device."""
-        index = self.device.index
-        if torch._C._cuda_getDevice() == index:
-            self._launch(grid, index, descriptors, arguments)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(grid, index, descriptors, arguments)
-
-    def _launch(
-        self, grid: int, index: int, descriptors: Sequence[Any], arguments: Sequence[Any]
-    ) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        rest = (self.packed, None, None, None, *descriptors, *arguments, *self.constants)
-        if self.raw is None:
-            self.run(grid, 1, 1, stream, self.function, *rest)
-        else:
-            run = self.run
-            modes = run.launch_cooperative_grid, run.launch_pdl
-            self.raw(grid, 1, 1, stream, self.function, *modes, None, None, *rest)
+    def launch(self, values: Sequence[Any], varying: Sequence[int]) -> driver.Launch:
+        """With its arguments laid out, which may be tuples: see driver.Launch."""
+        # Triton's kernels take two more, for memory that these do not want
+        every = [*values, *[0] * (len(self.types) - len(values))]
+        size = self.threads, self.shared_bytes
+        return driver.Launch(self.function, self.types, *size, every, varying)
 
 
-def _raw(run: Any) -> Callable[..., None] | None:
-    """Triton's launcher in C, which takes descriptors that have been made; None where it is not
-    found as in Triton 3.6: then Triton makes them in each call."""
-    launch = run.launch
-    if not triton.__version__.startswith("3.6."):
-        return None
-    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
-    found: Callable[..., None] = cells["launcher"].cell_contents
-    return found
+@lru_cache(maxsize=1024)
+def loaded(key: Key, device: torch.device) -> Loaded:
+    """The kernel, compiled and loaded when it is first asked for."""
+    return Loaded(key, device)
