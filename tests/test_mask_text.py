@@ -80,6 +80,7 @@ FACTS = {
     "low": (ns.Window(3, 2) | ns.Causal(), ns.Lengths(torch.tensor([3])) & ns.Causal("start")),
     "looks": (ns.Documents(ids, ids), ns.Causal()),
     "holes": (ns.Dense(torch.ones(8, 8) > 0), ns.Documents(ids, ids)),
+    "along_h": (ns.Dense(torch.ones(2, 8, 8) > 0), ns.Dense(torch.ones(8, 8) > 0)),
     "by_head": (ns.Dense(torch.ones(2, 8, 1) > 0), ns.Dense(torch.ones(8, 1) > 0)),
 }
 

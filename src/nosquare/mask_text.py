@@ -74,7 +74,8 @@ class MaskText:
     looks     it has arrays: whether a tile has anything to see is known only when they are read
     holes     one varies along queries and keys, or is joined by |: tiles in the midst of others may
               have nothing
-    by_head   holes, or one varies along heads: what one head sees says nothing of the others
+    along_h   an array varies along heads: what one head sees says nothing of the others
+    by_head   holes, or along_h: a program of several heads asks for each of them
     """
 
     source: str
@@ -83,11 +84,12 @@ class MaskText:
     low: bool
     looks: bool
     holes: bool
+    along_h: bool
     by_head: bool
 
     def __repr__(self) -> str:
         """Part of the key of a compiled kernel."""
-        facts = self.has_core, self.tight, self.low, self.looks, self.holes, self.by_head
+        facts = self.has_core, self.tight, self.low, self.looks, self.holes, self.along_h
         return f"mask {sha256(self.source.encode()).hexdigest()} {facts}"
 
 
@@ -151,6 +153,7 @@ def text(form: MaskForm) -> MaskText:
     arrays = _arrays(form)
     joined = bool(arrays) and _either(form)
     holes = joined or any(a.along_m and a.along_n for a in arrays)
+    along_h = any(array.along_h for array in arrays)
     tight = isinstance(form, LeafForm) and form.kind.tight
     source = "\n".join(
         (
@@ -166,7 +169,8 @@ def text(form: MaskForm) -> MaskText:
         low=_low(form),
         looks=bool(arrays),
         holes=holes,
-        by_head=holes or any(array.along_h for array in arrays),
+        along_h=along_h,
+        by_head=holes or along_h,
     )
 
 

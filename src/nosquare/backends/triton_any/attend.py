@@ -12,13 +12,14 @@ from torch import Tensor
 from ...inputs import Inputs, check_offsets
 from ...problem import Problem
 from ...receipt import Ran
-from . import compiled
+from . import compiled, sights
 from .attend_kernel import attend
-from .attend_plan import Plan, grid_of, programs, workspace_bytes
+from .attend_plan import Plan, grid_of, programs, sight_words, sighted, workspace_bytes
 from .cards import card_of
 from .compiled import Arguments, Key, Launches, Pass, Place, Settings, Small, multiples, signature
 from .form import (
     META,
+    NOTHING,
     Call,
     Form,
     Taken,
@@ -31,6 +32,7 @@ from .form import (
     stand_ins,
 )
 from .merge_kernel import merge
+from .sight import sight
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -39,7 +41,7 @@ class Ready(NamedTuple):
     """What the calls of a problem and a plan, with arrays laid out alike, have in common.
 
     o, lse  shape and strides
-    parts   of a workspace of `words` float32: o and lse of each part of the keys
+    parts   of a workspace of `words` of 32 bits: o and lse of each part of the keys, or sights
     """
 
     o: Layout
@@ -96,11 +98,14 @@ def _prepare(p: Problem, plan: Plan, x: Inputs) -> Ready:
     work, parts = _parts(p, plan)
     varying = (x.q, x.k, x.v, *call.given, o, lse, *work)
     passes, names = [], []
+    if lse.numel() and sighted(p, plan):
+        passes.append(sight_pass(p, plan, call, *work))
+        names.append("sight")
     if lse.numel():
-        main = _arguments(p, plan, x, call, work or (o, lse))
-        passes.append(Pass(attend, key_of(plan, call.form, main), grid_of(p, plan), main))
+        main = _arguments(p, plan, x, call, (o, lse), work)
+        passes.append(Pass(attend, key_of(p, plan, call.form, main), grid_of(p, plan), main))
         names.append("attend")
-    if passes and work:
+    if lse.numel() and plan.splits > 1:
         merged = merge_arguments(p, call, work, (o, lse))
         passes.append(Pass(merge, merge_key(call, plan.splits, merged), lse.numel(), merged))
         names.append("merge")
@@ -118,8 +123,11 @@ def _outputs(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _parts(p: Problem, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Place, ...]]:
-    """Stand-ins for o and lse of each part of the keys, and where they are in a workspace; nothing
-    where there is one part."""
+    """Stand-ins for what is in a workspace, and where: o and lse of each part of the keys, or
+    sights; nothing where there are neither."""
+    if sighted(p, plan):
+        place = ((0, torch.int32),)
+        return tuple(compiled.views(torch.empty(sight_words(p, plan), device=META), place)), place
     if plan.splits == 1:
         return (), ()
     shape = (plan.splits, p.B, p.Hq, p.M)
@@ -130,16 +138,28 @@ def _parts(p: Problem, plan: Plan) -> tuple[tuple[Tensor, ...], tuple[Place, ...
 
 
 def _arguments(
-    p: Problem, plan: Plan, x: Inputs, call: Call, outputs: tuple[Tensor, ...]
+    p: Problem, plan: Plan, x: Inputs, call: Call, out: tuple[Tensor, ...], work: tuple[Tensor, ...]
 ) -> Arguments:
-    """Of the main kernel; outputs: o and lse, or those of the parts."""
-    o, lse = outputs
+    """Of the main kernel; out: o and lse; work: see _parts."""
+    o, lse = work if plan.splits > 1 else out
     if plan.splits > 1:  # (splits, B, Hq, M, E), and lse alike
         to = (o, *o.stride()[1:4], o.stride(0)), (lse, *lse.stride()[1:], lse.stride(0))
     else:
         to = (_rows(p, o), lse_of(p, lse))
-    axes = tuple(Small(n) for n in programs(p, plan))
-    return (*(rows_of(p, t) for t in (x.q, x.k, x.v)), *to, axes, *call.shared)
+    axes = programs(p, plan)
+    seen = sights.told(p, call.form.mask, axes[0], *work) if sighted(p, plan) else NOTHING
+    rows = (rows_of(p, t) for t in (x.q, x.k, x.v))
+    return (*rows, *to, tuple(Small(n) for n in axes), seen, *call.shared)
+
+
+def sight_pass(p: Problem, plan: Plan, call: Call, to: Tensor) -> Pass:
+    """The kernel that looks for the tiles of keys first."""
+    tiles, sides = programs(p, plan)[0], (plan.tile_m, plan.tile_n)
+    grid, own, constants = sights.launched(p, call.form.mask, tiles, to, sides, True)
+    arguments = (*own, *call.shared)
+    settings = Settings(constants, sights.WARPS, 1)
+    key = Key(call.form, signature(arguments), multiples(arguments), settings)
+    return Pass(sight, key, grid, arguments)
 
 
 def _rows(p: Problem, o: Tensor) -> tuple[Any, ...]:
@@ -164,9 +184,9 @@ def merge_key(call: Call, splits: int, arguments: Arguments) -> Key:
     return Key(call.form, signature(arguments), multiples(arguments), settings)
 
 
-def key_of(plan: Plan, form: Form, arguments: Arguments) -> Key:
+def key_of(p: Problem, plan: Plan, form: Form, arguments: Arguments) -> Key:
     """What the main kernel depends on."""
-    form = replace(form, folded=plan.folded, split=plan.splits > 1)
+    form = replace(form, folded=plan.folded, split=plan.splits > 1, sighted=sighted(p, plan))
     tiles = (("TILE_M", plan.tile_m), ("TILE_N", plan.tile_n))
     settings = Settings(tiles, plan.warps, plan.stages)
     return Key(form, signature(arguments), multiples(arguments), settings)
@@ -176,5 +196,5 @@ def offline(p: Problem, plan: Plan, x: Inputs | None = None) -> Key:
     """What the main kernel depends on, from the problem (and stand-ins for arrays) alone."""
     x = stand_ins(p, x)
     call = call_of(p, x)
-    outputs = _parts(p, plan)[0] or _outputs(p)
-    return key_of(plan, call.form, _arguments(p, plan, x, call, outputs))
+    arguments = _arguments(p, plan, x, call, _outputs(p), _parts(p, plan)[0])
+    return key_of(p, plan, call.form, arguments)

@@ -21,7 +21,7 @@ import triton.language as tl
 from .drops import kept_across, row_keys
 from .places import sequence_of, tile_of, tokens_of
 from .scores import scored
-from .sight import narrowed, some, visible
+from .sight import narrowed, some, told, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -108,11 +108,12 @@ def finished(u, ref, l, sink, kept_share, F: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, o, lse, grid, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
+    q, k, v, o, lse, grid, sights, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """q, k, v: (pointer, stride of b, h, row, width). o: (pointer, stride of b, h, row, part), lse
-    without the row's; a part is one of a split. grid: (tiles, heads, group, splits)."""
+    without the row's; a part is one of a split. grid: (tiles, heads, group, splits);
+    sights: what sight.py has found for these tiles of rows (F.sighted)."""
     entries, G, m, n = sizes[0], sizes[3], sizes[4], sizes[5]
     tiles, heads, group, splits = grid
     program = tl.program_id(0)
@@ -146,18 +147,21 @@ def attend(
 
     # ---- which tiles of keys: [first, last), of which [whole, rest) are seen by all rows
     lo, hi = F.mask.span(mask, i_lo, i_hi, m, n)
-    first = lo // TILE_N
-    last = tl.where(i_lo < m, tl.cdiv(hi, TILE_N), first)
-    if F.split:
-        share = tl.cdiv(last - first, splits)
-        first = tl.minimum(first + part * share, last)
-        last = tl.minimum(first + share, last)
     place, here = (b, h_pairs, i), (lo, hi, m, n)
-    if F.mask.looks and not F.mask.holes:
-        first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N, True)
-    c_lo, c_hi = F.mask.core(mask, i_lo, i_hi, m, n)
-    whole = tl.minimum(tl.maximum(tl.cdiv(c_lo, TILE_N), first), last)
-    rest = tl.maximum(tl.minimum(c_hi // TILE_N, last), whole)
+    if F.sighted:
+        first, last, whole, rest = told(sights, b, head, q_0, row_0, F, TILE_M)
+    else:
+        first = lo // TILE_N
+        last = tl.where(i_lo < m, tl.cdiv(hi, TILE_N), first)
+        if F.split:
+            share = tl.cdiv(last - first, splits)
+            first = tl.minimum(first + part * share, last)
+            last = tl.minimum(first + share, last)
+        if F.mask.looks and not F.mask.holes:
+            first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N, True)
+        c_lo, c_hi = F.mask.core(mask, i_lo, i_hi, m, n)
+        whole = tl.minimum(tl.maximum(tl.cdiv(c_lo, TILE_N), first), last)
+        rest = tl.maximum(tl.minimum(c_hi // TILE_N, last), whole)
 
     # ---- what stays
     d = tl.arange(0, F.D_PAD)[None, :]
@@ -184,7 +188,7 @@ def attend(
     l = tl.zeros([TILE_M], tl.float32)
 
     # ---- the tiles
-    if F.mask.has_core:
+    if F.mask.has_core or F.sighted:
         for at in tl.range(whole, rest):
             u, ref, l = _visit(
                 (u, ref, l), q_rows, keys, values, drop_keys, place, here, at, True,

@@ -9,6 +9,7 @@ import torch
 
 from ...problem import Problem
 from ...traffic import Tiling
+from . import sights
 from .cards import Card
 from .form import padded
 
@@ -78,7 +79,7 @@ def _table(p: Problem, card: Card) -> tuple[tuple[int, Plan], ...]:
     hopper = card.backend == "cuda" and card.arch == 90
     if p.dtype == torch.float32:
         return (*_HOPPER_FLOAT32, *_FLOAT32) if hopper else _FLOAT32
-    mixed = "t0" in p.mask or _bias_of_pairs(p)
+    mixed = sights.looks(p) or _bias_of_pairs(p)
     joined = mixed or "&" in p.mask or "|" in p.mask
     if card.backend == "hip":
         return _AMD_MIXED if mixed else _AMD
@@ -164,8 +165,22 @@ def grid_of(p: Problem, plan: Plan) -> int:
     return tiles * heads * (1 if p.packed else p.B) * splits
 
 
+def sighted(p: Problem, plan: Plan) -> bool:
+    """Whether a kernel looks at the mask's arrays before the main one does. Not for a few tiles of
+    keys, nor for few rows: a program of its own for all keys of a row would be waited for."""
+    many = plan.tile_m <= p.M and 2 * plan.tile_n < p.N
+    return sights.looks(p) and many and plan.splits == 1 and not plan.folded
+
+
+def sight_words(p: Problem, plan: Plan) -> int:
+    """Numbers of 32 bits that it writes."""
+    return sights.words(p, programs(p, plan)[0] * (1 if p.packed else p.B))
+
+
 def workspace_bytes(p: Problem, plan: Plan) -> int:
-    """float32 o and lse of each part of the keys."""
+    """float32 o and lse of each part of the keys, or what a kernel has seen of the mask."""
+    if sighted(p, plan):
+        return 4 * sight_words(p, plan)
     return 4 * plan.splits * p.B * p.Hq * p.M * (p.E + 1) if plan.splits > 1 else 0
 
 

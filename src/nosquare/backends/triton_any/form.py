@@ -44,6 +44,7 @@ class Form:
     packed       sequences side by side, with cu
     folded       the query heads of a group are rows of one tile
     split        keys are shared among programs: what each saw is merged later
+    sighted      a kernel before it has looked at the mask's arrays: see sight.py
     """
 
     D: int
@@ -64,6 +65,7 @@ class Form:
     flip: bool
     folded: bool = False
     split: bool = False
+    sighted: bool = False
     bias_unit: bool = False
 
     @property

@@ -69,7 +69,8 @@ def plans(p: Problem, phase: str, timed: Sequence[Any] = ()) -> list[Any]:
 
 def builds(p: Problem, plan: Any, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
     """What compiles each kernel of a plan, in any process, by its name and what its code depends
-    on. The one that merges parts is left out: it is small, and compiled when it first runs.
+    on. Those that look at a mask first or merge parts are left out: small, and compiled when they
+    first run.
 
     x  stand-ins on the meta device for what the problem has beside q, k and v
     """
