@@ -1,6 +1,6 @@
 # Needs python3 (3.10 to 3.13) and make. Everything else goes into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fix clean
+.PHONY: help setup demo test lint fix clean gluon-versions
 
 # The interpreter: yours (make PYTHON=python3.12 ...), else the one .venv was made with, else python3.
 PYTHON ?= $(shell p=$$(sed -n 1p .venv/.ready 2>/dev/null); [ -x "$$p" ] && echo "$$p" || echo python3)
@@ -12,6 +12,7 @@ help:
 	@echo 'make test    run the tests                               (ARGS=tests/test_house.py for some)'
 	@echo 'make lint    ruff, mypy and the bans of .pre-commit-config.yaml'
 	@echo 'make fix     let ruff mend what it can'
+	@echo 'make gluon-versions   which releases of Triton compile the kernels for Hopper'
 	@echo 'make setup   only make .venv; the others do it by themselves'
 	@echo 'make clean   remove .venv and all caches'
 	@echo
@@ -45,6 +46,11 @@ lint: setup
 fix: setup
 	@$(RUN) ruff check --fix .
 	@$(RUN) ruff format .
+
+# Not a part of continuous integration: it fetches four releases of Triton, 200 MB each.
+gluon-versions: export PYTHONPATH := src
+gluon-versions: setup
+	@.venv/bin/python tests/gluon_versions.py $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,6 +1,7 @@
-"""compute-sanitizer over triton_any, forward and backward: nothing out of bounds, no race.
+"""compute-sanitizer over triton_any, forward and backward, and gluon_sm90, forward: nothing out of
+bounds, no race.
 
-Run as a program, this file is what the sanitizer looks at.
+Run as a program with the name of a backend, this file is what the sanitizer looks at.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ import nosquare as ns
 TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(TOOL).exists(), reason="there is no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_nothing_out_of_bounds_and_no_race(tool: str) -> None:
-    subprocess.run([sys.executable, __file__], check=True, timeout=300)  # compiles the kernels
-    command = [TOOL, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__]
+@pytest.mark.parametrize("backend", ["triton_any", "gluon_sm90"])
+def test_nothing_out_of_bounds_and_no_race(backend: str, tool: str) -> None:
+    if backend == "gluon_sm90" and not HOPPER:
+        pytest.skip("its kernels are for Hopper cards (sm_90)")
+    program = [sys.executable, __file__, backend]
+    subprocess.run(program, check=True, timeout=300)  # compiles the kernels
+    command = [TOOL, "--tool", tool, "--error-exitcode", "9", *program]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
@@ -50,8 +58,31 @@ def learned(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").requires_grad_()
 
 
+def on_hopper() -> Iterator[tuple[int, int, int, torch.dtype, dict[str, Any]]]:
+    """The same of what gluon_sm90 takes: whole tiles and cut ones, several for a program, few rows,
+    rows that see no key."""
+    half = torch.bfloat16
+    for d in (64, 128, 256):
+        yield 256, 256, d, half, {"mask": ns.Causal()}
+        yield 300, 401, d, half, {"mask": ns.Window(100, 30)}
+        yield 401, 300, d, half, {"mask": ns.Causal(), "softcap": 3.0, "sinks": learned(4).detach()}
+    yield 256, 384, 128, half, {}
+    yield 1, 401, 128, half, {}
+    yield 150, 200, 80, torch.float16, {"mask": ns.Prefix(50) | ns.Causal()}
+    yield 5000, 300, 64, half, {"mask": ns.Causal("start")}
+
+
+def gluon() -> None:
+    """Run them."""
+    for m, n, d, dtype, options in on_hopper():
+        sizes = ((4, m), (2, n), (2, n))
+        q, k, v = (torch.randn(2, h, t, d, device="cuda", dtype=dtype) for h, t in sizes)
+        ns.attention_state(q, k, v, backend="gluon_sm90", **options)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
-    """Run them all."""
+    """Run them all on triton_any."""
     for m, n, d, dtype, options in problems():
         q, k, v = (
             torch.randn(2, h, rows, d, device="cuda", dtype=dtype).requires_grad_()
@@ -67,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"triton_any": main, "gluon_sm90": gluon}[sys.argv[1]]()
