@@ -19,6 +19,7 @@ from triton_compiled import inputs
 
 pytest.importorskip("triton", reason="gluon_sm90 is written in Triton's Gluon")
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from nosquare.backends.gluon_sm90 import attend, attend_plan
 from nosquare.backends.gluon_sm90.compiled import Key, compile_for
@@ -64,8 +65,9 @@ def taken(key: Key) -> Taken:
         ptx.write_text(found.asm["ptx"])
         cubin.write_bytes(found.asm["cubin"])
         # again, since Triton keeps no log of it
-        log = _output("ptxas", "-v", "--gpu-name=sm_90a", str(ptx), "-o", "/dev/null")
-        code = _output("nvdisasm", "-c", str(cubin))
+        ptxas = get_ptxas(90).path  # Triton's own choice: later releases have another for Hopper
+        log = _output(ptxas, "-v", "--gpu-name=sm_90a", str(ptx), "-o", "/dev/null")
+        code = _output(str(TOOLS / "nvdisasm"), "-c", str(cubin))
     (spills,) = re.findall(r"(\d+) bytes spill stores", log)
     widths = re.findall(rf"\bHGMMA\.{ROWS}x(\d+)x{DEPTH}\.", code)
     assert len(widths) == len(re.findall(r"\bHGMMA\b", code)), "products of another size"
@@ -74,7 +76,7 @@ def taken(key: Key) -> Taken:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    run = subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True)
+    run = subprocess.run([tool, *arguments], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
 
