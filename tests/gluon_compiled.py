@@ -61,13 +61,12 @@ def taken(key: Key) -> Taken:
     """Compile, and read what it takes."""
     found = compile_for(key)
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(found.asm["ptx"])
-        cubin.write_bytes(found.asm["cubin"])
-        # again, since Triton keeps no log of it
-        ptxas = get_ptxas(90).path  # Triton's own choice: later releases have another for Hopper
-        log = _output(ptxas, "-v", "--gpu-name=sm_90a", str(ptx), "-o", "/dev/null")
-        code = _output(str(TOOLS / "nvdisasm"), "-c", str(cubin))
+        Path(folder, "ptx").write_text(found.asm["ptx"])
+        Path(folder, "cubin").write_bytes(found.asm["cubin"])
+        # again, since Triton keeps no log of it; by its own choice, which is another from 3.9 on
+        ptxas = get_ptxas(90).path
+        log = _output(folder, ptxas, "-v", "--gpu-name=sm_90a", "ptx", "-o", "/dev/null")
+        code = _output(folder, str(TOOLS / "nvdisasm"), "-c", "cubin")
     (spills,) = re.findall(r"(\d+) bytes spill stores", log)
     widths = re.findall(rf"\bHGMMA\.{ROWS}x(\d+)x{DEPTH}\.", code)
     assert len(widths) == len(re.findall(r"\bHGMMA\b", code)), "products of another size"
@@ -75,8 +74,8 @@ def taken(key: Key) -> Taken:
     return Taken(found.metadata.shared, int(spills), messages, Counter(map(int, widths)))
 
 
-def _output(tool: str, *arguments: str) -> str:
-    run = subprocess.run([tool, *arguments], capture_output=True, text=True)
+def _output(folder: str, *command: str) -> str:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
 

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 def fetch(release: str, folder: Path) -> str:
     """Install a release of triton into a folder; the version that came."""
     asked = release if release.count(".") > 1 else f"{release}.*"
-    command = ["install", "--quiet", "--no-deps", "--only-binary=:all:", f"triton=={asked}"]
+    command = ["install", "-qq", "--no-deps", "--only-binary=:all:", f"triton=={asked}"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", *command]
     subprocess.run([*pip, "--target", str(folder)], check=True)
     (found,) = folder.glob("triton-*.dist-info")
