@@ -23,7 +23,8 @@ SPILLS = 64
 # Forms that store more. With D = 64 three warp groups share the registers of two, so a thread has
 # 160: scores, weights and o take 128, and each loop for hidden keys wants bounds beside them. With
 # D = 256 scores, weights and o take 176 of 240, and packed sequences have places of their own to
-# remember. The bounds are what was seen under Triton 3.6 to 3.9, and about a third more.
+# remember. The bounds are what was seen under Triton 3.6 to 3.8, and about a third more. The ptxas
+# of 3.9 exceeds some of them, with 284 bytes at most: `make gluon-versions` says so.
 MORE = {
     ("cut tiles", 64): 166,
     ("cut tiles, causal", 64): 100,
