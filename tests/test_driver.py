@@ -161,7 +161,9 @@ def test_a_kernel_of_gluon_takes_what_is_laid_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     q = torch.empty(2, 8, 300, 128, dtype=torch.bfloat16)
     k = torch.empty(2, 2, 600, 128, dtype=torch.bfloat16)
-    attend._prepare(p, gluon_sm90.plan(p, "forward"), (q, k, k, q), torch.zeros(2, 8, 1, 1), None)
+    attend._prepare(
+        p, gluon_sm90.plan(p, "forward"), (q, k, k, q), torch.zeros(2, 8, 1, 1), None, False
+    )
     assert len(types) == len(values) + 2
     for kind, value in zip(types, values, strict=False):
         assert isinstance(value, float) == (kind == "f32")

@@ -152,7 +152,6 @@ def test_the_list_has_each_tile_once(gluon: Any, mask: str) -> None:
     rows = rows_of(p, gluon.plan(p, "forward"))
     for most in (None, 0):
         table = listed(rows.keys, 12, (5, 12), 132, *([] if most is None else [most]))
-        assert table is not None
         assert table.shape[1] == 132
         numbers = table[table >= 0].tolist()
         assert sorted(numbers) == list(range(12 * len(rows.keys)))
@@ -161,12 +160,29 @@ def test_the_list_has_each_tile_once(gluon: Any, mask: str) -> None:
         assert shares.max() <= 1.1 * shares.mean() + max(rows.keys)
 
 
-def test_equal_tiles_need_no_list(gluon: Any) -> None:
-    from nosquare.backends.gluon_sm90.attend_plan import rows_of
-    from nosquare.backends.gluon_sm90.order import listed
+def test_a_list_is_made_for_the_second_call(
+    gluon: Any, launched: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New lengths in each call cost no list; a graph keeps the one that it reads."""
+    from nosquare.backends.gluon_sm90 import attend
 
-    p = problem("forward bfloat16 B3 Hq4 Hk4 M512 N500 D128 full()")
-    assert listed(rows_of(p, gluon.plan(p, "forward")).keys, 12, (12,), 132) is None
+    monkeypatch.setattr(attend, "_CAPTURED", {})
+    line = "forward bfloat16 B1 Hq2 Hk2 M1024 N1024 D128 causal(end)"
+    for _ in range(3):
+        call(gluon, line)
+    first, second, third = (arguments_of(given) for _, given in launched.calls)
+    assert first["grid"] == (8, 2, 16, 2)
+    assert first["order"] == (0,)
+    assert second["grid"] == third["grid"] == (8, 2, 16, 1)
+    assert second["order"] == third["order"] != (0,)
+    assert not attend._CAPTURED
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(gluon, line)
+    (kept,) = attend._CAPTURED.values()
+    assert arguments_of(launched.calls[-1][1])["order"] == (kept.data_ptr(),)
+    call(gluon, line.replace("1024", "1152"))
+    call(gluon, line.replace("1024", "1152"))
+    assert arguments_of(launched.calls[-1][1])["grid"][-1] == 2
 
 
 MASKS = {

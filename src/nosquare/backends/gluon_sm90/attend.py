@@ -18,7 +18,7 @@ from .attend_plan import Plan, padded, rows_of
 from .attend_plan import tiles as tiles_of
 from .compiled import POINTERS, Described, Key, Loaded, loaded
 from .form import ROWS, Form, lengths_of, mask_of, numbers
-from .order import listed
+from .order import AS_COUNTED, LISTED, LONGEST_FIRST, listed
 
 # keys and values that the programs at work read together, of a cache of 50 MiB
 NEAR_BYTES = tuple(size << 20 for size in (4, 8, 16, 32))
@@ -33,7 +33,8 @@ class Ready(NamedTuple):
     described  q, k, v and o
     made       their descriptors so far, by address, which recurs where an allocator gives memory
     programs   of the grid
-    order      kept for the card
+    order      a list of tiles on the card; None without one
+    unlisted   a list would be worth making if there is another call
     """
 
     kernel: Loaded
@@ -41,10 +42,12 @@ class Ready(NamedTuple):
     described: tuple[Described, ...]
     made: tuple[dict[int, TensorMap], ...]
     programs: int
-    order: Tensor
+    order: Tensor | None
+    unlisted: bool
 
 
 _READY: dict[Any, Ready] = {}
+_CAPTURED: dict[int, Tensor] = {}  # lists that graphs read: they live as long as the process
 
 
 def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
@@ -59,12 +62,8 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     o = p.empty_o()
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=p.device)
     ready = _READY.get(key)
-    if ready is None:
-        ready = _prepare(p, plan, (x.q, x.k, x.v, o), sinks, lengths)
-        if not torch.cuda.is_current_stream_capturing():  # then it has no order
-            if len(_READY) >= MOST_KEPT:
-                _READY.clear()
-            _READY[key] = ready
+    if ready is None or ready.unlisted or ready.order is not None:
+        ready = _ready(key, p, plan, (x.q, x.k, x.v, o), sinks, lengths)
     maps: list[TensorMap] = []  # they have to live until the launch
     for number, t in enumerate((x.q, x.k, x.v, o)):
         made, address = ready.made[number], t.data_ptr()
@@ -93,6 +92,23 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     return o, lse, PACKED if p.packed else RAN
 
 
+def _ready(
+    key: Any, p: Problem, plan: Plan, arrays: tuple[Tensor, ...],
+    sinks: Tensor | None, lengths: Tensor | None,
+) -> Ready:  # fmt: skip
+    """What is known of the calls of a key; a list of tiles is made for the second of them."""
+    ready = _READY.get(key)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if ready is None or (ready.unlisted and not capturing):
+        ready = _prepare(p, plan, arrays, sinks, lengths, listing=ready is not None)
+        if len(_READY) >= MOST_KEPT:
+            _READY.clear()
+        _READY[key] = ready
+    if capturing and ready.order is not None:
+        _CAPTURED[ready.order.data_ptr()] = ready.order
+    return ready
+
+
 def _offsets(p: Problem, x: Inputs) -> tuple[Tensor, Tensor]:
     """cu_q and cu_k on the card, int32; those that the host can see are checked, a kernel keeps any
     others within bounds. Raises ArgumentError."""
@@ -106,23 +122,20 @@ def _offsets(p: Problem, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    p: Problem,
-    plan: Plan,
-    arrays: tuple[Tensor, ...],
-    sinks: Tensor | None,
-    lengths: Tensor | None,
-) -> Ready:
+    p: Problem, plan: Plan, arrays: tuple[Tensor, ...],
+    sinks: Tensor | None, lengths: Tensor | None, listing: bool,
+) -> Ready:  # fmt: skip
     tiles, heads = tiles_of(p, plan), p.Hq // plan.group
     total = tiles * heads * (1 if p.packed else p.B)
     units = torch.cuda.get_device_properties(p.device).multi_processor_count
     programs = min(units, total)
-    order = None
-    if not (p.packed or torch.cuda.is_current_stream_capturing()):
+    uneven = len(set(rows_of(p, plan).keys)) > 1
+    way, turns, order = LONGEST_FIRST if uneven else AS_COUNTED, -(-total // programs), None
+    if uneven and listing:
         pair = p.N * (p.D + p.E) * p.dtype.itemsize
         near = [max(1, size // pair) * p.G // plan.group for size in NEAR_BYTES]
-        order = listed(rows_of(p, plan).keys, heads * p.B, near, programs)
-    turns = -(-total // programs) if order is None else len(order)
-    on_card = torch.empty(0) if order is None else order.to(p.device)
+        order = listed(rows_of(p, plan).keys, heads * p.B, near, programs).to(p.device)
+        way, turns = LISTED, len(order)
     described = described_as(p, plan, [(tuple(t.shape), t.stride()) for t in arrays])
     of_sinks = (0, 0) if sinks is None else _broadcast(sinks)
     of_lengths = (0, 0) if lengths is None else _broadcast(lengths[:, None])
@@ -132,7 +145,7 @@ def _prepare(
         (at, 0 if p.packed else p.Hq * p.M, p.M),
         (0 if sinks is None else at, *of_sinks),
         (0 if lengths is None else at, of_lengths[0]),
-        *(on_card.data_ptr(), turns, (tiles, heads, total, int(order is not None))),
+        *(0 if order is None else order.data_ptr(), turns, (tiles, heads, total, way)),
         *((p.M, p.N, p.G // plan.group, p.B), numbers(p)),
         *(((at, at, at), (at, *arrays[3].stride()[:2], p.E)) if p.packed else ((0,) * 3, (0,) * 4)),
         mask_of(p)[1] or (0,),
@@ -142,7 +155,8 @@ def _prepare(
     kernel = loaded(key_of(p, plan, described, *types), p.device)
     varying = [n for n, value in enumerate(flat) if value is at]
     launch = kernel.launch([0 if value is at else value for value in flat], varying)
-    return Ready(kernel, launch, described, ({}, {}, {}, {}), programs, on_card)
+    made: tuple[dict[int, TensorMap], ...] = ({}, {}, {}, {})
+    return Ready(kernel, launch, described, made, programs, order, uneven and order is None)
 
 
 class Address:

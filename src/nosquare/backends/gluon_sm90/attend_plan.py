@@ -71,10 +71,10 @@ def plan(p: Problem) -> Plan | None:
     if p.packed:  # its work takes the barriers of a third slot; nobody knows where tiles are cut
         return replace(found, stages=2, buffer=found.groups == 2)
     if p.M * 2 <= ROWS and p.G in FOLDED:
-        return replace(found, group=p.G)
+        found = replace(found, group=p.G)
     if found.groups == 3 and p.N <= SHORTEST and len(set(rows_of(p, found).keys)) > 1:
         return NARROW  # of tiles of 192 rows too much would be hidden
-    if found.groups == 2 and p.N <= SHORT:
+    if found.groups == 2 and p.N <= SHORT and found.group == 1:
         return replace(found, half=True, buffer=False)
     if found.groups == 3 and not rows_of(p, found).even:  # 160 registers do not hold both
         return replace(found, buffer=False)

@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ... import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # said, as releases differ in what they assume
 POINTERS = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"},
     **{torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
@@ -59,7 +60,7 @@ def compile_for(key: Key) -> Any:
     names = key.kernel.arg_names
     assert names[len(names) - len(constants) :] == list(constants), "constants come last"
     source = GluonASTSource(key.kernel, dict(zip(names, types, strict=True)), constants, {})
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return triton.compile(source, target=TARGET, options=OPTIONS)
 
 
 class Described(NamedTuple):

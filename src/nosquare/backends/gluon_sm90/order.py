@@ -1,7 +1,11 @@
-"""Which program works off which tiles of rows, and in which order: a list for the card.
+"""Which program works off which tiles of rows, and in which order. There are three ways:
 
-A program that is done takes the tile of most work among those left, as far as is known beforehand;
-tiles of heads whose keys and values fit the cache together come before those of the next.
+AS_COUNTED     every so manieth of them, head by head: where all tiles cost the same
+LONGEST_FIRST  those of most work of all heads first, in turns from the first program to the
+               last and back: where they do not, and nobody has made a list
+LISTED         from a list that the host makes for a shape which comes again: a program that is
+               done takes the tile of most work among those left, as far as is known beforehand;
+               tiles of heads whose keys and values fit the cache together come before others
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+AS_COUNTED, LISTED, LONGEST_FIRST = range(3)
 NONE = -1
 START = 1.5  # what a tile of rows costs beside its tiles of keys, in such tiles
 MOST = 1 << 15  # tiles that are dealt out one by one; more are dealt out in turns
@@ -20,9 +25,8 @@ SLACK = 0.01  # of the time, which fewer heads at a time make up for by what the
 
 def listed(
     keys: Sequence[int], heads: int, near: Sequence[int], programs: int, most: int = MOST
-) -> Tensor | None:
-    """Numbers of tiles, int32 (turns, programs), NONE where a program has nothing to do; None where
-    all tiles cost the same, and so may come as they are counted.
+) -> Tensor:
+    """Numbers of tiles, int32 (turns, programs), NONE where a program has nothing to do.
 
     keys   tiles of keys of each tile of rows, the first rows first; the last rows are counted first
     heads  of all entries
@@ -30,8 +34,6 @@ def listed(
            best of these does
     most   tiles that are dealt out one by one; where there are more, in turns
     """
-    if len(set(keys)) == 1:
-        return None
     cost = torch.tensor(keys[::-1]) + START
     tables = [_table(cost, heads, n, programs, most) for n in dict.fromkeys(near)]
     busy = [_busy(table, cost) for table in tables]

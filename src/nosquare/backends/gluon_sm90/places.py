@@ -3,19 +3,31 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import order as ways
+
+LISTED = gl.constexpr(ways.LISTED)
+LONGEST_FIRST = gl.constexpr(ways.LONGEST_FIRST)
+
 
 @gluon.jit
 def work_of(turn, turns, order, grid):
-    """The tile of rows of a turn as (tile, head, entry); tile < 0: none."""
-    tiles, heads, total, listed = grid
-    at = turn * gl.num_programs(0) + gl.program_id(0)
-    if listed:
+    """The tile of rows of a turn as (tile, head, entry); tile < 0: none. See order.py."""
+    tiles, heads, total, way = grid
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    back = (way == LONGEST_FIRST) & (turn % 2 == 1)
+    at = turn * programs + gl.where(back, programs - 1 - program, program)
+    if way == LISTED:
         number = gl.load(order + at, mask=turn < turns, other=-1)
     else:
         number = gl.where(at < total, at, -1)
-    which = number // tiles
-    tile = gl.where(number < 0, -1, tiles - 1 - number % tiles)
-    return tile, which % heads, which // heads
+    across = way == LONGEST_FIRST
+    side = gl.where(across, total // tiles, tiles)
+    whole = number // side
+    rest = number % side
+    tile = tiles - 1 - gl.where(across, whole, rest)
+    which = gl.where(across, rest, whole)
+    return gl.where(number < 0, -1, tile), which % heads, which // heads
 
 
 @gluon.jit
