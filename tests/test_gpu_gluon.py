@@ -305,15 +305,16 @@ def test_a_side_stream_waits_for_what_came_before_it_there() -> None:
     same(got, want)
 
 
-@pytest.mark.parametrize("before", ["warm", "loaded", "nothing"])
+@pytest.mark.parametrize("before", ["listed", "warm", "loaded", "nothing"])
 def test_a_graph(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a call before it; with one of other sizes, whose kernel is the same; with none, of a
-    mask that no other test has, so that not even the kernel is loaded."""
+    """With two calls before it, the second of which makes a list of tiles; with one; with one of
+    other sizes, whose kernel is the same; with none, of a mask that no other test has, so that not
+    even the kernel is loaded."""
     monkeypatch.setattr(attend, "_READY", {})
     own = (ns.Causal() & ns.Window(300, 5)) | ns.Prefix(3)
     mask = own if before == "nothing" else ns.Causal()
     x = inputs(seed=1)
-    if before == "warm":
+    for _ in range({"listed": 2, "warm": 1}.get(before, 0)):
         attention(**x, mask=mask)
     if before == "loaded":
         attention(**inputs(701, 901), mask=mask)
@@ -335,7 +336,8 @@ def test_a_graph_outlives_what_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -
     kept: dict[Any, Any] = {}
     monkeypatch.setattr(attend, "_READY", kept)
     x = inputs(1500, 1500)
-    want = attention(**x, mask=ns.Causal())
+    for _ in range(2):  # the second call makes the list
+        want = attention(**x, mask=ns.Causal())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attention(**x, mask=ns.Causal())
