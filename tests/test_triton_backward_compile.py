@@ -168,7 +168,8 @@ def test_loops_on_hopper_keep_their_tiles_in_registers(d: int, add: bool) -> Non
 
 
 def test_loops_on_hopper_fetch_ahead_where_a_mask_has_arrays_but_no_holes() -> None:
-    """What is skipped there lies at the ends, so the loops need no branch."""
+    """What is skipped there lies at the ends, so the loops need no branch; nor does that over whole
+    tiles, in any mask."""
     for mask, arrays, ahead in (
         ("documents(t0,t1)", (ids, ids), True),
         ("dense(t0)", (pairs,), False),
@@ -177,8 +178,8 @@ def test_loops_on_hopper_fetch_ahead_where_a_mask_has_arrays_but_no_holes() -> N
         plan = grad_plan.plan(p, cards.NAMED["sm_90"])
         for kernel, key in gradients.offline(p, plan, inputs(p, *arrays)):
             loops = [b for b in blocks(kernel, key) if "HGMMA" in b and re.search(r"\bBRA\b", b)]
-            if kernel.fn.__name__ != "delta_kernel":
-                assert ["LDGSTS" in loop for loop in loops] == [ahead], kernel.fn.__name__
+            if kernel.fn.__name__ not in ("delta_kernel", "sight"):
+                assert ["LDGSTS" in loop for loop in loops] == [True, ahead], kernel.fn.__name__
 
 
 def test_a_tile_that_spills_would_be_seen() -> None:

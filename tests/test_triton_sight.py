@@ -75,10 +75,10 @@ class Tiles(NamedTuple):
     whole: int
 
 
-def of_tiles(mask: ns.Mask, m: int, n: int, keys: bool) -> Tiles:
+def of_tiles(mask: ns.Mask, m: int, n: int, keys: bool, partial: bool = True) -> Tiles:
     """What there is to go through for a tile of m rows (keys: across them by tiles of n keys) or of
-    n keys, by the square of pairs. Where rows are beyond M, whole tiles are those without them, if
-    keys; where keys are beyond N, none is whole."""
+    n keys, by the square of pairs. partial: rows beyond M make no tile less whole, if keys; keys
+    beyond N do, and so do both if not keys."""
     seen = visible(mask, M, N, HEADS, (BATCH,))
     pad = (0, -N % n, 0, -M % m)
 
@@ -87,8 +87,8 @@ def of_tiles(mask: ns.Mask, m: int, n: int, keys: bool) -> Tiles:
         return x.unflatten(-1, (-1, n)).unflatten(-3, (-1, m)).transpose(-3, -2)
 
     some = cut(seen, False).any(-1).any(-1)
-    exists = cut(torch.ones_like(seen), False).any(-1 if keys else -2)
-    hidden = ~cut(seen, False) & (exists[..., None] if keys else True)
+    exists = cut(torch.ones_like(seen), not (keys and partial)).any(-1, keepdim=True)
+    hidden = ~cut(seen, False) & exists
     every = ~hidden.any(-1).any(-1)
     if not keys:
         some, every = some.transpose(-1, -2), every.transpose(-1, -2)
@@ -108,7 +108,7 @@ def of_tiles(mask: ns.Mask, m: int, n: int, keys: bool) -> Tiles:
 @pytest.fixture
 def visits(small: None, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, bool]]:
     """(function of a tile, with the mask): how often it was called."""
-    from nosquare.backends.triton_any import attend_kernel
+    from nosquare.backends.triton_any import attend_kernel, grad_keys, grad_queries
 
     found: Counter[tuple[str, bool]] = Counter()
 
@@ -116,7 +116,11 @@ def visits(small: None, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, b
         found[name, bool(of[place])] += 1
         return run(*of)
 
-    for where, name, place in ((attend_kernel, "_visit", 15),):
+    for where, name, place in (
+        (attend_kernel, "_visit", 15),
+        (grad_keys, "_queries", 13),
+        (grad_queries, "_keys", 12),
+    ):
         run = partial(counted, name, place, getattr(where, name))
         monkeypatch.setattr(where, name, run)
     return found
@@ -132,8 +136,14 @@ def test_runs_are_gone_through_without_the_mask(
     with ns.receipts() as log:
         check(c, attention)
     assert log[0].kernels == ("sight", "attend")
-    found = {f: Tiles(visits[f, True], visits[f, False]) for f in ("_visit",)}
-    assert found == {"_visit": of_tiles(mask, 16, 16, True)}
+    assert [name for name in log[1].kernels if name == "sight"] == ["sight", "sight"]
+    names = ("_visit", "_queries", "_keys")
+    found = {f: Tiles(visits[f, True], visits[f, False]) for f in names}
+    assert found == {
+        "_visit": of_tiles(mask, 16, 16, True),
+        "_queries": of_tiles(mask, 16, 32, False),
+        "_keys": of_tiles(mask, 16, 32, True, partial=False),
+    }
 
 
 @inside

@@ -158,7 +158,7 @@ def attend(
             first = tl.minimum(first + part * share, last)
             last = tl.minimum(first + share, last)
         if F.mask.looks and not F.mask.holes:
-            first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N, True)
+            first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N)
         c_lo, c_hi = F.mask.core(mask, i_lo, i_hi, m, n)
         whole = tl.minimum(tl.maximum(tl.cdiv(c_lo, TILE_N), first), last)
         rest = tl.maximum(tl.minimum(c_hi // TILE_N, last), whole)

@@ -26,7 +26,7 @@ from .grad_tile import (
     undropped,
     weights,
 )
-from .sight import narrowed, some, visible
+from .sight import some, told, visible
 
 
 @triton.jit
@@ -93,13 +93,15 @@ def _queries(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, do, facts, dk, dv, dq, dbias, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
+    q, k, v, do, facts, dk, dv, dq, dbias, sights, sizes, numbers, bias, sinks, alibi, drop,
+    mask, cu,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """dk (Hk, N, D) and dv (Hk, N, E) of every entry, each written once, in their own dtype.
 
-    facts  see grad_facts.py       dq  float32 sums (ADD), dbias (B, Hq, N) float32 sums (BY_KEY)
+    facts   see grad_facts.py        dq     float32 sums (ADD)
+    sights  see sight.py             dbias  (B, Hq, N) float32 sums (BY_KEY)
     """
     b, hk, j0, m, n, q0, k0 = place(sizes, cu, True, TILE_N, F)
     if j0 >= n:
@@ -122,12 +124,13 @@ def keys_kernel(
     )
     j_hi = tl.minimum(j0 + TILE_N, n)
     here = (j0, n, m, n)
-    first, last, full, end = tiles_seeing(mask, j0, j_hi, m, n, F, TILE_M, AT_ONCE)
-    if F.mask.looks and not F.mask.by_head:
-        first, last = narrowed(first, last, j[:, None], b, 0, here, mask, F, TILE_M, False)
-    if j0 + TILE_N > n:  # the last keys are fewer than a tile
-        full = first
-        end = first
+    if F.mask.looks:
+        first, last, full, end = told(sights, b, hk * sizes[3], k0, j0, F, TILE_N)
+    else:
+        first, last, full, end = tiles_seeing(mask, j0, j_hi, m, n, F, TILE_M, AT_ONCE)
+        if j0 + TILE_N > n:  # the last keys are fewer than a tile
+            full = first
+            end = first
     extras = (numbers, bias, alibi, drop, mask)
     for g in range(0, sizes[3]):
         h = hk * sizes[3] + g
@@ -137,7 +140,9 @@ def keys_kernel(
         if ADD:
             dq_h = (dq[0] + b * dq[1] + h * dq[2] + q0 * dq[3], dq[3])
         facts_h = head_facts(facts, b, h, q0)
-        if F.mask.has_core:
+        if F.mask.along_h:
+            first, last, full, end = told(sights, b, h, k0, j0, F, TILE_N)
+        if F.mask.has_core or F.mask.looks:
             for t in tl.range(full, end, num_stages=STAGES):
                 at = (b, h, t * TILE_M, j0, m, n)
                 sums = _queries(

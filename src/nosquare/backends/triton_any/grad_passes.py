@@ -16,14 +16,13 @@ from torch import Tensor
 from ...axes import Shape, lay_out_bias, per_head
 from ...inputs import Inputs
 from ...problem import Problem
-from . import compiled
+from . import compiled, sights
 from .compiled import Arguments, Count, Place, Small
-from .form import META, Call, lse_of, padded, rows_of
+from .form import META, NOTHING, Call, lse_of, padded, rows_of
 from .grad_bias import bias_kernel
 from .grad_facts import delta_kernel, share_kernel
 from .grad_keys import keys_kernel
 from .grad_plan import (
-    AT_ONCE,
     FACT_PART,
     FACT_ROWS,
     OWN,
@@ -31,13 +30,17 @@ from .grad_plan import (
     SHARE,
     Plan,
     Tile,
+    by_keys,
+    by_queries,
     planes,
     room,
+    sighted,
     tiles_of,
 )
 from .grad_queries import queries_kernel
 from .grad_sinks import sinks_kernel
 from .grad_sums import sums_kernel
+from .sight import sight
 
 SINK_ROWS = 1024  # rows at once of a program of the sinks kernel
 SUMS = (64, 64)  # what a program of the sums kernel adds at once: parts, and numbers of each
@@ -64,6 +67,7 @@ class Work:
            that are float32 and not yet what they will be
     left   sums that torch is to finish, with the shapes that these gradients are laid out in
     facts  of rows, see grad_facts.py; like what is made they are stand-ins without memory
+    seen   of the mask before a pass, by its name: see sights.py
     """
 
     p: Problem
@@ -73,15 +77,20 @@ class Work:
     made: dict[str, Tensor]
     left: dict[str, tuple[int, ...]]
     facts: list[Tensor]
+    seen: dict[str, Tensor]
 
     @staticmethod
     def of(p: Problem, plan: Plan, x: Inputs, rows: tuple[Tensor, ...]) -> Work:
         """Everything described, nothing run."""
         facts = compiled.views(torch.empty(words(p, plan), device=META), places(p, plan))
-        work = Work(p, plan, x, rows, {}, {}, facts)
-        if "q" in p.grads or _by_queries(p, plan):
+        seen = {
+            name: torch.empty(sights.words(p, tiles), dtype=torch.int32, device=META)
+            for name, tiles in sighted(p, plan).items()
+        }
+        work = Work(p, plan, x, rows, {}, {}, facts, seen)
+        if "q" in p.grads or by_queries(p, plan):
             work.made["dq"] = _like(p, x.q)
-        if _by_keys(p, plan):
+        if by_keys(p, plan):
             work.made["dk"], work.made["dv"] = _like(p, x.k), _like(p, x.v)
         if plan.add:
             work.made["sums of dq"] = torch.empty(_entries(p), p.Hq, p.M, p.D, device=META)
@@ -117,11 +126,14 @@ class Work:
         return tuple(name for name in self.made if name.startswith("sums of") and name not in seen)
 
     def workspace(self) -> tuple[int, tuple[Place, ...]]:
-        """Its words, float32, and where in it the facts and what lies inside begin."""
+        """Its words, float32, and where the facts, what lies inside and what is seen begin."""
         end, found = words(self.p, self.plan), [*places(self.p, self.plan)]
         for name in self.inside():
             found.append((end, torch.float32))
             end += room(self.made[name].numel())
+        for t in self.seen.values():
+            found.append((end, t.dtype))
+            end += t.numel()
         return end, tuple(found)
 
     def outputs(self) -> dict[str, tuple[Any, ...]]:
@@ -159,10 +171,12 @@ class Work:
                 (("TILE_M", SHARE[0]), ("TILE_N", SHARE[1])),
             )
         own = (q, k, v, do, facts)
-        if _by_keys(p, plan):
-            yield self._keys(own, exact)
-        if _by_queries(p, plan):
-            yield self._queries(own, exact)
+        if by_keys(p, plan):
+            yield from self._sight(call, "keys")
+            yield self._keys(own, exact, self._told(call, "keys"))
+        if by_queries(p, plan):
+            yield from self._sight(call, "queries")
+            yield self._queries(own, exact, self._told(call, "queries"))
         if plan.bias == "mn":
             yield self._pairs(own, exact)
         if "s" in p.grads and x.sinks is not None:
@@ -198,7 +212,27 @@ class Work:
             ),
         )
 
-    def _keys(self, own: Arguments, exact: bool) -> Step:
+    def _sight(self, call: Call, name: str) -> Iterator[Step]:
+        """The kernel that looks at the mask's arrays before a pass, if there is one."""
+        if name not in self.seen:
+            return
+        tile = getattr(self.plan, name)
+        tiles, keys = self._tiles(name), name == "queries"
+        of = (self.p, call.form.mask, tiles, self.seen[name])
+        grid, arguments, constants = sights.launched(*of, (tile.m, tile.n), keys)
+        yield Step(sight, grid, arguments, constants, sights.WARPS)
+
+    def _told(self, call: Call, name: str) -> tuple[Any, ...]:
+        """What a pass takes of it."""
+        if name not in self.seen:
+            return NOTHING
+        return sights.told(self.p, call.form.mask, self._tiles(name), self.seen[name])
+
+    def _tiles(self, name: str) -> int:
+        """Of a head of an entry, or of all packed sequences."""
+        return sighted(self.p, self.plan)[name] // max(_entries(self.p), 1)
+
+    def _keys(self, own: Arguments, exact: bool, seen: tuple[Any, ...]) -> Step:
         p, tile, by_key = self.p, self.plan.keys, self.plan.bias == "n"
         rows: tuple[Any, ...] = (self.facts[0], 0, 0, 0)  # not used
         partial = rows
@@ -206,17 +240,19 @@ class Work:
             rows = (self.made["sums of dq"], 0 if p.packed else p.Hq * p.M * p.D, p.M * p.D, p.D)
         if by_key:
             partial = (self._written("dbias"), Count(p.Hq * p.N), Count(p.N), 0)
-        constants = _constants(tile, AT_ONCE=AT_ONCE, EXACT=exact, ADD=self.plan.add, BY_KEY=by_key)
+        at_once, add = sights.AT_ONCE, self.plan.add
+        constants = _constants(tile, AT_ONCE=at_once, EXACT=exact, ADD=add, BY_KEY=by_key)
         arguments = (
             *own,
             *(rows_of(p, self.made[name])[:4] for name in ("dk", "dv")),
             rows,
             partial,
+            seen,
         )
         grid = tiles_of(p, p.N, tile.n) * p.Hk
         return Step(keys_kernel, grid, arguments, constants, tile.warps, tile.stages)
 
-    def _queries(self, own: Arguments, exact: bool) -> Step:
+    def _queries(self, own: Arguments, exact: bool, seen: tuple[Any, ...]) -> Step:
         p, tile, by_query = self.p, self.plan.queries, self.plan.bias in ("m", "-")
         partial: tuple[Any, ...] = (self.facts[0], 0, 0, 0)  # not used
         own_pairs = self.plan.bias == OWN
@@ -226,7 +262,7 @@ class Work:
             partial = (self._written("dbias"), p.Hq * p.M * p.N, p.M * p.N, p.N)
         constants = _constants(tile, EXACT=exact, BY_QUERY=by_query, OWN=own_pairs)
         grid = tiles_of(p, p.M, tile.m) * p.Hq
-        arguments = (*own, rows_of(p, self.made["dq"])[:4], partial)
+        arguments = (*own, rows_of(p, self.made["dq"])[:4], partial, seen)
         return Step(queries_kernel, grid, arguments, constants, tile.warps, tile.stages)
 
     def _pairs(self, own: Arguments, exact: bool) -> Step:
@@ -257,16 +293,6 @@ class Work:
 def _constants(tile: Tile, **more: int) -> tuple[tuple[str, int], ...]:
     sizes = {"TILE_M": tile.m, "TILE_N": tile.n, "STAGES": tile.stages}
     return tuple((sizes | {name: int(value) for name, value in more.items()}).items())
-
-
-def _by_keys(p: Problem, plan: Plan) -> bool:
-    """Whether there is a pass for dk and dv."""
-    return bool({"k", "v"} & set(p.grads)) or plan.bias == "n" or (plan.add and "q" in p.grads)
-
-
-def _by_queries(p: Problem, plan: Plan) -> bool:
-    """Whether there is a pass for dq."""
-    return ("q" in p.grads and not plan.add) or plan.bias in ("m", "-", OWN)
 
 
 def whole(p: Problem, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

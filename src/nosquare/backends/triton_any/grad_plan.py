@@ -11,6 +11,7 @@ import torch
 
 from ...problem import Problem
 from ...traffic import ATOMIC, SEPARATE, Tiling
+from . import sights
 from .cards import Card
 from .form import padded
 
@@ -20,7 +21,6 @@ OWN = "bhmn"  # of Plan.bias
 PAIRS = ("mn", OWN)
 BY_QUERIES = ("m", "-", OWN)  # of which the pass for dq makes the gradient
 TIGHT = ("full()", "causal(end)", "causal(start)")  # no key of their tiles is hidden from all rows
-AT_ONCE = 128  # tiles of queries that a program looks for together
 
 
 class Tile(NamedTuple):
@@ -247,7 +247,8 @@ def shared_bytes(p: Problem, name: str, tile: Tile, card: Card, add: bool = Fals
 
 
 def workspace_bytes(p: Problem, plan: Plan) -> int:
-    """Bytes that the receipt will name: the facts of rows, and sums in float32."""
+    """Bytes that the receipt will name: the facts of rows, sums in float32, what is seen of a mask
+    before the passes."""
     entries = 1 if p.packed else p.B
     rows = entries * p.Hq * p.M
     words = entries * p.Hq * room(p.M) * planes(p, plan)
@@ -256,7 +257,28 @@ def workspace_bytes(p: Problem, plan: Plan) -> int:
         words += entries * p.Hq
     if plan.add:
         words += rows * p.D
-    return 4 * words
+    return 4 * (words + sum(sights.words(p, tiles) for tiles in sighted(p, plan).values()))
+
+
+def sighted(p: Problem, plan: Plan) -> dict[str, int]:
+    """The passes before which a kernel looks at the mask's arrays, and what they have of a head, in
+    all entries: tiles of keys, of queries."""
+    found = {}
+    if sights.looks(p) and by_keys(p, plan):
+        found["keys"] = tiles_of(p, p.N, plan.keys.n)
+    if sights.looks(p) and by_queries(p, plan):
+        found["queries"] = tiles_of(p, p.M, plan.queries.m)
+    return found
+
+
+def by_keys(p: Problem, plan: Plan) -> bool:
+    """Whether there is a pass for dk and dv."""
+    return bool({"k", "v"} & set(p.grads)) or plan.bias == "n" or (plan.add and "q" in p.grads)
+
+
+def by_queries(p: Problem, plan: Plan) -> bool:
+    """Whether there is a pass for dq."""
+    return ("q" in p.grads and not plan.add) or plan.bias in BY_QUERIES
 
 
 def grid_of(p: Problem, plan: Plan) -> int:

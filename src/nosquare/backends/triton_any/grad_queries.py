@@ -22,7 +22,7 @@ from .grad_tile import (
     undropped,
     weights,
 )
-from .sight import narrowed, some, visible
+from .sight import some, told, visible
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _keys(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, do, facts, dq, dbias, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
+    q, k, v, do, facts, dq, dbias, sights, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
     F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr, BY_QUERY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
@@ -99,11 +99,6 @@ def queries_kernel(
     i_hi = tl.minimum(i0 + TILE_M, m)
     lo, hi = F.mask.span(mask, i0, i_hi, m, n)
     here = (lo, hi, m, n)
-    if F.mask.looks and not F.mask.holes:
-        first, last = lo // TILE_N, tl.cdiv(hi, TILE_N)
-        first, last = narrowed(first, last, i[:, None], b, h, here, mask, F, TILE_N, True)
-        lo = tl.maximum(lo, first * TILE_N)
-        hi = tl.minimum(hi, last * TILE_N)
     row = (q0 + i).to(tl.int64)[:, None]
     rows = row_facts(head_facts(facts, b, h, q0), i, m, True, F, EXACT)
     live = (rows[0] > float("-inf"))[:, None]  # others may hold NaN
@@ -113,13 +108,20 @@ def queries_kernel(
     do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
     k_h = (k[0] + b * k[1] + hk * k[2] + k0 * k[3], k[3], k[4])
     v_h = (v[0] + b * v[1] + hk * v[2] + k0 * v[3], v[3], v[4])
-    lo = lo // TILE_N * TILE_N
-    full = lo
-    end = lo
-    if F.mask.has_core and i0 + TILE_M <= m:
-        first, last = F.mask.core(mask, i0, i_hi, m, n)
-        full = tl.maximum(tl.cdiv(first, TILE_N) * TILE_N, lo)
-        end = tl.maximum(tl.minimum(last, hi) // TILE_N * TILE_N, full)
+    if F.mask.looks:
+        first, last, whole, rest = told(sights, b, h, q0, i0, F, TILE_M)
+        lo = first * TILE_N
+        hi = tl.minimum(hi, last * TILE_N)
+        full = whole * TILE_N
+        end = tl.where(i0 + TILE_M <= m, rest, whole) * TILE_N
+    else:
+        lo = lo // TILE_N * TILE_N
+        full = lo
+        end = lo
+        if F.mask.has_core and i0 + TILE_M <= m:
+            first, last = F.mask.core(mask, i0, i_hi, m, n)
+            full = tl.maximum(tl.cdiv(first, TILE_N) * TILE_N, lo)
+            end = tl.maximum(tl.minimum(last, hi) // TILE_N * TILE_N, full)
     extras = (numbers, bias, alibi, drop, mask)
     dbias_h = (dbias[0] + b * dbias[1] + h * dbias[2], dbias[3])
     D_PAD: tl.constexpr = F.D_PAD

@@ -48,7 +48,7 @@ class Ready(NamedTuple):
     left    what torch is to sum, and to which shape
     zeroed  what passes add to, or leave where no pair is visible
     found   names of the gradients of q, k, v, bias, sinks; of none where it is not wanted
-    words, parts  of the workspace, float32: where the facts of rows and sums are in it
+    words, parts  of the workspace, float32: where the facts of rows, sums and sights are in it
     turned  whether o, lse or their cotangents are copied in each call
     """
 
@@ -135,7 +135,7 @@ def _prepare(p: Problem, plan: Plan, x: Inputs, rows: tuple[Tensor, ...]) -> Rea
     work = Work.of(p, plan, x, laid)
     made, (words, parts) = work.outputs(), work.workspace()
     alone = [work.made[name] for name in made]
-    inside = *work.facts, *(work.made[name] for name in work.inside())
+    inside = *work.facts, *(work.made[name] for name in work.inside()), *work.seen.values()
     varying = (x.q, x.k, x.v, *laid, *call.given, *alone, *inside)
     passes = [_pass(call, one) for one in work.passes(call) if one.grid]
     names = [one.kernel.fn.__name__.replace("_", " ") for one in passes]

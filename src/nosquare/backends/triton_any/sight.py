@@ -45,33 +45,31 @@ def some(pairs):
 
 @triton.jit
 def _narrowed(
-    first, last, own, b, h, bounds, mask,
-    F: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    first, last, own, b, h, bounds, mask, F: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr
+):
     """narrowed(), by COUNT tiles at a time."""
     SIDE: tl.constexpr = TILE * COUNT
     # both sides of & are run, whatever the left one says
     while (first + COUNT <= last) & ~some(
-        visible(tl.maximum(last - COUNT, 0) * TILE, own, b, h, bounds, mask, F, SIDE, KEYS)
+        visible(tl.maximum(last - COUNT, 0) * TILE, own, b, h, bounds, mask, F, SIDE, True)
     ):
         last -= COUNT
     while (first + COUNT <= last) & ~some(
-        visible(first * TILE, own, b, h, bounds, mask, F, SIDE, KEYS)
+        visible(first * TILE, own, b, h, bounds, mask, F, SIDE, True)
     ):
         first += COUNT
     return first, last
 
 
 @triton.jit
-def narrowed(
-    first, last, own, b, h, bounds, mask, F: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr
-):
-    """The tiles [first, last) without those at both ends that have nothing to see, as in padding
-    or other documents. Before a program loads what it owns: the registers are then still free."""
+def narrowed(first, last, own, b, h, bounds, mask, F: tl.constexpr, TILE: tl.constexpr):
+    """The tiles of keys [first, last) without those at both ends that have nothing to see, as in
+    padding or other documents. Before a program loads what it owns: the registers are then still
+    free."""
     COUNT: tl.constexpr = AT_A_LOOK // (own.numel * TILE)
     if COUNT > 1:
-        first, last = _narrowed(first, last, own, b, h, bounds, mask, F, TILE, KEYS, COUNT)
-    return _narrowed(first, last, own, b, h, bounds, mask, F, TILE, KEYS, 1)
+        first, last = _narrowed(first, last, own, b, h, bounds, mask, F, TILE, COUNT)
+    return _narrowed(first, last, own, b, h, bounds, mask, F, TILE, 1)
 
 
 @triton.jit
