@@ -158,7 +158,9 @@ def attend(
             first = tl.minimum(first + part * share, last)
             last = tl.minimum(first + share, last)
         if F.mask.looks and not F.mask.holes:
-            first, last = narrowed(first, last, i[:, None], b, h_pairs, here, mask, F, TILE_N)
+            # tokens of no sequence have no tiles, but are asked for all that
+            known = tl.minimum(b, entries - 1)
+            first, last = narrowed(first, last, i[:, None], known, h_pairs, here, mask, F, TILE_N)
         c_lo, c_hi = F.mask.core(mask, i_lo, i_hi, m, n)
         whole = tl.minimum(tl.maximum(tl.cdiv(c_lo, TILE_N), first), last)
         rest = tl.maximum(tl.minimum(c_hi // TILE_N, last), whole)
