@@ -307,9 +307,8 @@ def test_a_side_stream_waits_for_what_came_before_it_there() -> None:
 
 @pytest.mark.parametrize("before", ["listed", "warm", "loaded", "nothing"])
 def test_a_graph(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two calls before it, the second of which makes a list of tiles; with one; with one of
-    other sizes, whose kernel is the same; with none, of a mask that no other test has, so that not
-    even the kernel is loaded."""
+    """After two calls, the second of which makes a list; after one; after one of other sizes, whose
+    kernel is the same; after none, of a mask that no other test has: no kernel is loaded then."""
     monkeypatch.setattr(attend, "_READY", {})
     own = (ns.Causal() & ns.Window(300, 5)) | ns.Prefix(3)
     mask = own if before == "nothing" else ns.Causal()
