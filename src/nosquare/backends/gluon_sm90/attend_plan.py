@@ -45,7 +45,7 @@ class Plan:
 
 
 SHORT = 2048  # keys up to which the last tile is worth a kernel of its own
-SHORTEST = 512
+SHORTEST = 512  # keys up to which tiles of 192 rows are too wide, where some are hidden
 NARROW = Plan(128, 128, 2, 2, 240, q_stages=2, half=True)
 FOLDED = (2, 4, 8, 16, 32, 64)  # heads of a group whose rows may share a tile: they divide ROWS
 # by the widths of q and v in tiles
@@ -73,7 +73,7 @@ def plan(p: Problem) -> Plan | None:
     if p.M * 2 <= ROWS and p.G in FOLDED:
         found = replace(found, group=p.G)
     if found.groups == 3 and p.N <= SHORTEST and len(set(rows_of(p, found).keys)) > 1:
-        return NARROW  # of tiles of 192 rows too much would be hidden
+        return NARROW
     if found.groups == 2 and p.N <= SHORT and found.group == 1:
         return replace(found, half=True, buffer=False)
     if found.groups == 3 and not rows_of(p, found).even:  # 160 registers do not hold both

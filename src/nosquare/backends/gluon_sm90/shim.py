@@ -21,21 +21,22 @@ def _bar(op, threads):
 
 
 @gluon.jit
+def _named(OP: gl.constexpr, number, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        _bar(OP, THREADS), "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def bar_sync(number, THREADS: gl.constexpr):
     """Wait at a named barrier until THREADS threads have arrived or wait."""
-    gl.inline_asm_elementwise(
-        _bar("sync", THREADS), "=r,r", [gl.to_tensor(number)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    _named("sync", number, THREADS)
 
 
 @gluon.jit
 def bar_arrive(number, THREADS: gl.constexpr):
     """Arrive at a named barrier, and go on."""
-    gl.inline_asm_elementwise(
-        _bar("arrive", THREADS), "=r,r", [gl.to_tensor(number)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    _named("arrive", number, THREADS)
 
 
 @gluon.constexpr_function
