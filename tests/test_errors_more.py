@@ -59,7 +59,7 @@ ArgumentError: Dropout offsets are four integers, one each for b, h, i and j.
 >>> ns.attention(Q, K, V, backend="cuda")
 ArgumentError: There is no backend of that name.
   backend   'cuda'
-  backends  llvm_cpu, triton_any, torch_fused, torch_any, gluon_sm90
+  backends  gluon_sm90, llvm_cpu, triton_any, torch_fused, torch_any
   Try: backend=None lets nosquare choose; `nosquare doctor` says what runs here.
 
 >>> ns.attention(Q, K, V, alibi=rnd(4), backend="torch_fused")

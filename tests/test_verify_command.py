@@ -104,7 +104,7 @@ ArgumentError: The target has the signature of another style.
 >>> verify("nosquare:fastest")
 ArgumentError: There is no backend of that name.
   backend   'fastest'
-  backends  llvm_cpu, triton_any, torch_fused, torch_any, gluon_sm90
+  backends  gluon_sm90, llvm_cpu, triton_any, torch_fused, torch_any
   Try: backend=None lets nosquare choose; `nosquare doctor` says what runs here.
 
 >>> verify("fa3")

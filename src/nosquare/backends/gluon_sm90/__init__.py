@@ -1,7 +1,8 @@
 """gluon_sm90: forward kernels for NVIDIA's Hopper cards (H100, H200), in Gluon.
 
 What costs most there, 16-bit products of plain scores under masks made of intervals. The rest is
-triton_any's. Needs triton, which a CUDA build of torch brings along.
+triton_any's, and few rows with many keys, which yields() leaves to it. Needs triton, which a CUDA
+build of torch brings along.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from .versions import unsupported
 STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
 MOST_POSITIONS = 1 << 30  # counted in 32 bits, and a window may reach M + N beyond them
 MOST_TILES = 1 << 31
-# By name only: what the kernels are now has not been run on a card as a whole (docs/log.md).
-RANK = 950
+MANY_KEYS = 16  # tiles of keys from which sharing them out is worth a second kernel
+# First on Hopper: torch's kernels are ahead in one of its records (docs/records/cuda_hopper.jsonl).
+RANK = 200
 
 
 def refusals(problem: Problem, phase: str) -> list[str]:
@@ -58,6 +60,25 @@ def refusals(problem: Problem, phase: str) -> list[str]:
     return why or _strides(p) or _tiles(p)
 
 
+def yields(problem: Problem, phase: str) -> list[str]:
+    """Why a kernel that shares the keys of a row out should have a problem that this could run: so
+    few tiles of rows that half of the card or more would idle while they go through many keys."""
+    from .attend_plan import plan, rows_of, tiles
+
+    p, chosen = problem, plan(problem)
+    if chosen is None or p.packed:  # keys of packed sequences are not shared out
+        return []
+    # which backend runs a row may not depend on what else is in the batch either
+    entries = 1 if p.batch_invariant else p.B
+    busy, units = tiles(p, chosen) * p.Hq // chosen.group * entries, _units(p.device)
+    if 2 * busy > units or max(rows_of(p, chosen).keys) < MANY_KEYS:
+        return []
+    return [
+        f"so few queries would keep {busy} of {units} multiprocessors busy: a kernel that shares "
+        "out the keys of a query keeps more of them busy"
+    ]
+
+
 def _other_arrays(p: Problem) -> bool:
     from .form import parts_of
 
@@ -67,6 +88,12 @@ def _other_arrays(p: Problem) -> bool:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+@cache
+def _units(device: torch.device) -> int:
+    """Multiprocessors of a card."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _strides(p: Problem) -> list[str]:
