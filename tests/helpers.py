@@ -286,7 +286,8 @@ def bounds(x: Exact, do: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         out["bias"] = ds.sum_to_size(get("bias").shape)
     if get("sinks") is not None:
         sink = get("sinks").detach().double().cpu()[..., None]
-        weight = torch.exp(sink - x.lse)[..., None] * delta * (2 * ku + u_out)
+        share = torch.exp(sink - x.lse).nan_to_num()  # 0 where nothing is seen, no sink either
+        weight = share[..., None] * delta * (2 * ku + u_out)
         out["sinks"] = weight[..., 0].sum(-1).sum_to_size(get("sinks").shape)
     return out
 

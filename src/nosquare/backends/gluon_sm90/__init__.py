@@ -38,8 +38,6 @@ def refusals(problem: Problem, phase: str) -> list[str]:
     if _capability(p.device) != (9, 0):
         return ["it has kernels for Hopper cards (sm_90), and this is another"]
     why = [unsupported()] if unsupported() else []
-    if phase != FORWARD:
-        why.append("it has no backward")
     halves = (torch.bfloat16, torch.float16)
     extras = (("bias", p.bias), ("alibi", p.alibi), ("dropout", p.p or None))
     step = STEP // p.dtype.itemsize
@@ -57,7 +55,7 @@ def refusals(problem: Problem, phase: str) -> list[str]:
         )
         if there
     ]
-    return why or _strides(p) or _tiles(p)
+    return why or _strides(p) or (_tiles(p) if phase == FORWARD else _gradients(p))
 
 
 def yields(problem: Problem, phase: str) -> list[str]:
@@ -65,6 +63,8 @@ def yields(problem: Problem, phase: str) -> list[str]:
     few tiles of rows that half of the card or more would idle while they go through many keys."""
     from .attend_plan import plan, rows_of, tiles
 
+    if phase != FORWARD:
+        return ["its backward is by name only"]
     p, chosen = problem, plan(problem)
     if chosen is None or p.packed:  # keys of packed sequences are not shared out
         return []
@@ -128,15 +128,37 @@ def _tiles(p: Problem) -> list[str]:
     return []
 
 
+def _gradients(p: Problem) -> list[str]:
+    """What stands against backward alone."""
+    from .grad_plan import plan, seen_rows, tiles
+
+    if p.packed:
+        return ["its backward takes no packed sequences"]
+    if p.deterministic:
+        return ["its backward adds up dq in the order of the clock"]
+    if plan(p) is None:
+        return [f"its backward has no tiles for D {p.D} and E {p.E}"]
+    if max(tiles(p), p.M) * p.B * p.Hq >= MOST_TILES:
+        return ["more tiles or rows than 31 bits count"]
+    first, last = seen_rows(p)
+    if first == last:
+        return ["no row sees a key"]
+    if last < p.M:
+        return [f"rows from {last} on see no key, and their q and do would be read"]
+    return []
+
+
 def plan(problem: Problem, phase: str) -> Any:
     """Tiles for the problem."""
-    from .attend_plan import plan as found
+    from . import attend_plan, grad_plan
 
-    return found(problem)
+    return attend_plan.plan(problem) if phase == FORWARD else grad_plan.plan(problem)
 
 
 def plans(problem: Problem, phase: str, timed: Sequence[Any] = ()) -> list[Any]:
-    """Other plans worth timing."""
+    """Other plans worth timing; of backward there are none."""
+    if phase != FORWARD:
+        return []
     from .search import plans as found
 
     return [*found(problem, phase, timed)]
@@ -151,14 +173,20 @@ def builds(problem: Problem, plan: Any, phase: str, x: Inputs) -> Mapping[Any, C
 
 def workspace_bytes(problem: Problem, plan: Any, phase: str) -> int | None:
     """Bytes that the receipt of this phase will name."""
-    return 4 if problem.packed else 0
+    if phase == FORWARD:
+        return 4 if problem.packed else 0
+    from .grad_plan import workspace_bytes as found
+
+    return found(problem)
 
 
 def tiling(problem: Problem, plan: Any, phase: str) -> Tiling:
     """The schedule, as the model of traffic.py takes it."""
-    from .attend_plan import tiling as found
+    from . import attend_plan, grad_plan
 
-    return found(problem, plan)
+    if phase == FORWARD:
+        return attend_plan.tiling(problem, plan)
+    return grad_plan.tiling(problem, plan)
 
 
 def forward(problem: Problem, plan: Any, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
@@ -181,5 +209,12 @@ def backward(
     saved: tuple[Tensor, Tensor],
     cotangents: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Grads, Ran]:
-    """There is none: refusals() says so of every problem."""
-    raise NotImplementedError("gluon_sm90 has no backward: refused")
+    """Gradients of q, k, v, bias, sinks (None where not wanted), and what ran."""
+    return _backward()(problem, plan, x, saved, cotangents)  # type: ignore[no-any-return]
+
+
+@cache
+def _backward() -> Any:
+    from .gradients import backward as found
+
+    return found

@@ -9,38 +9,35 @@ import torch
 from torch import Tensor
 
 from ...axes import per_head
-from ...driver import Launch, TensorMap
+from ...driver import Launch
 from ...inputs import Inputs, check_offsets
 from ...problem import Problem
 from ...receipt import Ran
 from . import attend_kernel
 from .attend_plan import Plan, padded, rows_of
 from .attend_plan import tiles as tiles_of
-from .compiled import POINTERS, Described, Key, Loaded, loaded
+from .compiled import POINTERS, Described, Key, Maps, loaded
 from .form import ROWS, Form, lengths_of, mask_of, numbers
 from .order import AS_COUNTED, LISTED, LONGEST_FIRST, listed
 
 # keys and values that the programs at work read together, of a cache of 50 MiB
 NEAR_BYTES = tuple(size << 20 for size in (4, 8, 16, 32))
-MOST_KEPT = 1024  # problems, and descriptors of an argument of one
+MOST_KEPT = 1024  # problems
 RAN, PACKED = Ran(("attend",)), Ran(("attend",), 4)  # a counter
 
 
 class Ready(NamedTuple):
     """What the calls of a problem and a plan have in common.
 
-    kernel, launch  loaded, and with its arguments laid out
-    described  q, k, v and o
-    made       their descriptors so far, by address, which recurs where an allocator gives memory
+    launch     with its arguments laid out
+    maps       descriptors of q, k, v and o
     programs   of the grid
     order      a list of tiles on the card; None without one
     unlisted   a list would be worth making if there is another call
     """
 
-    kernel: Loaded
     launch: Launch
-    described: tuple[Described, ...]
-    made: tuple[dict[int, TensorMap], ...]
+    maps: Maps
     programs: int
     order: Tensor | None
     unlisted: bool
@@ -64,15 +61,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     ready = _READY.get(key)
     if ready is None or ready.unlisted or ready.order is not None:
         ready = _ready(key, p, plan, (x.q, x.k, x.v, o), sinks, lengths)
-    maps: list[TensorMap] = []  # they have to live until the launch
-    for number, t in enumerate((x.q, x.k, x.v, o)):
-        made, address = ready.made[number], t.data_ptr()
-        found = made.get(address)
-        if found is None:
-            if len(made) >= MOST_KEPT:
-                made.clear()
-            found = made[address] = ready.kernel.descriptor(number, t, ready.described[number])
-        maps.append(found)
+    maps = ready.maps.of((x.q, x.k, x.v, o))
     addresses, numbers = [one.address for one in maps], [lse.data_ptr()]
     for more in (sinks, lengths):
         if more is not None:
@@ -155,8 +144,8 @@ def _prepare(
     kernel = loaded(key_of(p, plan, described, *types), p.device)
     varying = [n for n, value in enumerate(flat) if value is at]
     launch = kernel.launch([0 if value is at else value for value in flat], varying)
-    made: tuple[dict[int, TensorMap], ...] = ({}, {}, {}, {})
-    return Ready(kernel, launch, described, made, programs, order, uneven and order is None)
+    maps = Maps(kernel, described)
+    return Ready(launch, maps, programs, order, uneven and order is None)
 
 
 class Address:
@@ -240,5 +229,5 @@ def key_of(
         *(("Q_STAGES", plan.q_stages), ("GROUPS", plan.groups), ("REGISTERS", plan.registers)),
         *(("ALIAS", plan.alias), ("BUFFER", plan.buffer)),
     )
-    boxes = tuple(d.box for d in described)
-    return Key(attend_kernel.attend, p.dtype, boxes, signature, constants)
+    boxes = tuple((p.dtype, d.box) for d in described)
+    return Key(attend_kernel.attend, boxes, signature, constants)

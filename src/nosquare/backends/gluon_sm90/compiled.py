@@ -25,23 +25,29 @@ POINTERS = {
     **{torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
     torch.uint8: "*u8",
 }
-TILES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+TILES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+WORDS = {dtype: word.removeprefix("*") for dtype, word in POINTERS.items()}
+MOST_KEPT = 1024  # descriptors of an argument
 
 
 class Key(NamedTuple):
     """All that a compiled kernel depends on.
 
-    boxes      of the descriptors that it takes first
+    boxes      of the descriptors that it takes first, with what they hold
     signature  Triton's types of the arguments after them
     constants  by name, in their order
+    multiples  arguments, by place, that are multiples of 16
     """
 
     kernel: Any
-    dtype: torch.dtype
-    boxes: tuple[tuple[int, ...], ...]
+    boxes: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     signature: tuple[Any, ...]
     constants: tuple[tuple[str, Any], ...]
+    multiples: tuple[tuple[int, ...], ...] = ()
 
 
 def layout(box: Sequence[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
@@ -52,14 +58,16 @@ def layout(box: Sequence[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def compile_for(key: Key) -> Any:
     """Triton's compiled kernel, for a Hopper card that need not be here."""
     boxes = [
-        f"tensordesc<{WORDS[key.dtype]}[{', '.join(map(str, box))}],{layout(box, key.dtype)!r}>"
-        for box in key.boxes
+        f"tensordesc<{WORDS[dtype]}[{', '.join(map(str, box))}],{layout(box, dtype)!r}>"
+        for dtype, box in key.boxes
     ]
     constants = dict(key.constants)
     types = [*boxes, *key.signature, *["constexpr"] * len(constants)]
     names = key.kernel.arg_names
     assert names[len(names) - len(constants) :] == list(constants), "constants come last"
-    source = GluonASTSource(key.kernel, dict(zip(names, types, strict=True)), constants, {})
+    attributes = {at: [["tt.divisibility", 16]] for at in key.multiples}
+    named = dict(zip(names, types, strict=True))
+    source = GluonASTSource(key.kernel, named, constants, attributes)
     return triton.compile(source, target=TARGET, options=OPTIONS)
 
 
@@ -95,6 +103,29 @@ class Loaded:
         every = [*values, *[0] * (len(self.types) - len(values))]
         size = self.threads, self.shared_bytes
         return driver.Launch(self.function, self.types, *size, every, varying)
+
+
+class Maps:
+    """Descriptors of the arrays that a kernel takes, made once for an address: it recurs where an
+    allocator gives memory."""
+
+    def __init__(self, kernel: Loaded, described: Sequence[Described]) -> None:
+        self._kernel, self._described = kernel, described
+        self._made: list[dict[int, driver.TensorMap]] = [{} for _ in described]
+
+    def of(self, arrays: Sequence[Tensor]) -> list[driver.TensorMap]:
+        """Of one array each. They have to live until the launch."""
+        maps = []
+        for number, t in enumerate(arrays):
+            made, address = self._made[number], t.data_ptr()
+            found = made.get(address)
+            if found is None:
+                if len(made) >= MOST_KEPT:
+                    made.clear()
+                found = self._kernel.descriptor(number, t, self._described[number])
+                made[address] = found
+            maps.append(found)
+        return maps
 
 
 @lru_cache(maxsize=1024)

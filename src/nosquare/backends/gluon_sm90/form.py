@@ -51,6 +51,21 @@ class Form:
     packed: bool
 
 
+@dataclass(frozen=True)
+class GradForm:
+    """The constant F of backward's kernel: see Form.
+
+    hidden  a pair may be hidden, or a key beyond those that are seen read
+    """
+
+    D: int
+    E: int
+    mask: MaskCode
+    hidden: bool
+    softcap: bool
+    lengths: bool
+
+
 def numbers(p: Problem) -> tuple[float, float, float]:
     """(c2, softcap, factor of its exponential) of the kernel."""
     if p.softcap is None:

@@ -4,14 +4,26 @@ Named barriers are PTX. Gluon's own arrival at a barrier in memory stops all thr
 first; an arrival at a named barrier stops nobody, and waiting there costs no look at memory.
 """
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # renamed in 3.7 and in 3.9
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@builtin
+def add_tile(desc: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
+    """Add a tile in shared memory to an array, as a store by TMA that adds: see tma.store_wait."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, at, tile.handle)
 
 
 @gluon.constexpr_function
@@ -101,4 +113,13 @@ def one_by_one(x):
     conditions of a tile into bits and unpacks them again: four instructions a number, not two."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unknown(number):
+    """The same number, of which the compiler knows nothing: what is worked out from it is worked
+    out here, and not before a loop, where it would take registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
     )
