@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from ...receipt import Ran
 from . import attend_kernel
 from .attend_plan import Plan, padded, rows_of
 from .attend_plan import tiles as tiles_of
-from .compiled import POINTERS, Described, Key, Maps, loaded
+from .compiled import AT, POINTERS, Described, Key, Maps, laid_out, loaded
 from .form import ROWS, Form, lengths_of, mask_of, numbers
 from .order import AS_COUNTED, LISTED, LONGEST_FIRST, listed
 
@@ -128,36 +127,20 @@ def _prepare(
     described = described_as(p, plan, [(tuple(t.shape), t.stride()) for t in arrays])
     of_sinks = (0, 0) if sinks is None else _broadcast(sinks)
     of_lengths = (0, 0) if lengths is None else _broadcast(lengths[:, None])
-    at = Address()
     values = (
-        *((at, *d.shape, *d.strides) for d in described),
-        (at, 0 if p.packed else p.Hq * p.M, p.M),
-        (0 if sinks is None else at, *of_sinks),
-        (0 if lengths is None else at, of_lengths[0]),
+        *((AT, *d.shape, *d.strides) for d in described),
+        (AT, 0 if p.packed else p.Hq * p.M, p.M),
+        (0 if sinks is None else AT, *of_sinks),
+        (0 if lengths is None else AT, of_lengths[0]),
         *(0 if order is None else order.data_ptr(), turns, (tiles, heads, total, way)),
         *((p.M, p.N, p.G // plan.group, p.B), numbers(p)),
-        *(((at, at, at), (at, *arrays[3].stride()[:2], p.E)) if p.packed else ((0,) * 3, (0,) * 4)),
+        *(((AT, AT, AT), (AT, *arrays[3].stride()[:2], p.E)) if p.packed else ((0,) * 3, (0,) * 4)),
         mask_of(p)[1] or (0,),
     )
-    flat = [*_flat(values)]
     types = [None if t is None else t.dtype for t in (sinks, lengths)]
     kernel = loaded(key_of(p, plan, described, *types), p.device)
-    varying = [n for n, value in enumerate(flat) if value is at]
-    launch = kernel.launch([0 if value is at else value for value in flat], varying)
-    maps = Maps(kernel, described)
+    launch, maps = laid_out(kernel, values), Maps(kernel, described)
     return Ready(launch, maps, programs, order, uneven and order is None)
-
-
-class Address:
-    """Stands for an argument that each call brings."""
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 def _broadcast(t: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ Triton's launcher would make the descriptors of TMA anew in each call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -126,6 +126,29 @@ class Maps:
                 made[address] = found
             maps.append(found)
         return maps
+
+
+class Address:
+    """Stands for an argument that each call brings."""
+
+
+AT = Address()
+
+
+def laid_out(kernel: Loaded, values: Any) -> driver.Launch:
+    """A launch of a kernel with its arguments, which may be tuples of them; AT: each call brings
+    it."""
+    flat = [*_flat(values)]
+    varying = [n for n, value in enumerate(flat) if value is AT]
+    return kernel.launch([0 if value is AT else value for value in flat], varying)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from ...receipt import Ran
 from .. import Grads
 from . import grad_kernel, grad_rows
 from .attend_plan import padded
-from .compiled import POINTERS, Described, Key, Maps, loaded
+from .compiled import AT, POINTERS, Described, Key, Maps, laid_out, loaded
 from .form import ROWS, GradForm, lengths_of, mask_of, numbers
 from .grad_plan import (
     GradPlan,
@@ -38,6 +38,32 @@ MOST_KEPT = 1024  # problems
 STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
 FACT_ROWS, AT_ONCE = 64, 128  # of a program of each small kernel; see queries_of()
 COPIED = "the cotangent of o, whose rows TMA cannot read"
+
+
+class Given(NamedTuple):
+    """What a call brings beside q, k and v, with one batch axis.
+
+    sinks   (B | 1, Hq, 1, 1), where their gradient is wanted; lengths (B | 1,)
+    copied  do had to be
+    """
+
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    dlse: Tensor | None
+    sinks: Tensor | None
+    lengths: Tensor | None
+    copied: bool
+
+    def aligned(self) -> tuple[bool, bool]:
+        """Whether o and do begin at multiples of 16 bytes."""
+        return self.o.data_ptr() % STEP == 0, self.do.data_ptr() % STEP == 0
+
+    def laid(self) -> tuple[Any, ...]:
+        """How all of it lies."""
+        every = (t for t in self[:6] if isinstance(t, Tensor))
+        there = tuple(t is None for t in self[3:6])
+        return self.copied, self.aligned(), there, *((t.dtype, t.shape, t.stride()) for t in every)
 
 
 class Pass(NamedTuple):
@@ -70,67 +96,66 @@ def backward(
 ) -> tuple[Grads, Ran]:
     """Gradients of q, k, v, sinks (None where not wanted), and what ran."""
     q, k, v = (t.reshape(p.B, *t.shape[-3:]) for t in (x.q, x.k, x.v))
-    o, lse, do, dlse, copied = _rows_of(p, saved, cotangents)
-    sinks = lengths = None
-    if x.sinks is not None and "s" in p.grads:
-        sinks = per_head(x.sinks, p.batch, p.Hq)
-    if x.arrays:
-        lengths = lengths_of(p, x.arrays)
-    given = [o, lse, do, *(t for t in (dlse, sinks, lengths) if t is not None)]
-    aligned = o.data_ptr() % STEP == 0, do.data_ptr() % STEP == 0
-    key = (p, plan, copied, aligned, *[(t.dtype, t.shape, t.stride()) for t in given])
+    given = _given(p, x, saved, cotangents)
     dq, dk, dv = (_empty(p, t) for t in (q, k, v))
     of_facts, of_sums = words(p)
     facts = torch.empty(2, of_facts // 2, dtype=torch.float32, device=p.device)
     ref, delta = facts[0], facts[1]
     sums = torch.empty(of_sums, dtype=torch.float32, device=p.device)
-    described = (q, k, v, do, dk, dv, sums, ref, delta)
+    arrays = q, k, v, given.do, dk, dv, sums, ref, delta
+    key = p, plan, given.laid()
     ready = _READY.get(key)
     if ready is None:
         if len(_READY) >= MOST_KEPT:
             _READY.clear()
-        rows = o, lse, do, dlse
-        ready = _prepare(p, plan, described, dq, rows, aligned, sinks, lengths, copied)
-        _READY[key] = ready
-    dsinks = None
+        ready = _READY[key] = _prepare(p, plan, given, arrays, dq)
+    parts = None
     with torch.cuda.device(p.device):
         stream = torch._C._cuda_getCurrentRawStream(p.device.index)
 
-        def run(one: Pass, arrays: tuple[Tensor, ...], others: list[int]) -> None:
+        def run(one: Pass, *others: Tensor | None) -> None:
             maps = one.maps.of(arrays) if one.maps else []  # they have to live until the launch
-            addresses = [m.address for m in maps]
-            one.launch(one.programs, p.device.index, stream, addresses, others)
+            numbers = [t.data_ptr() for t in others if t is not None]
+            one.launch(one.programs, p.device.index, stream, [m.address for m in maps], numbers)
 
-        of_rows = [t.data_ptr() for t in (o, lse, do, dlse) if t is not None]
-        run(ready.facts, (), [*of_rows, ref.data_ptr(), delta.data_ptr(), sums.data_ptr()])
-        more = [] if lengths is None else [lengths.data_ptr()]
-        run(ready.main, described, more)
-        run(ready.rounded, (), [sums.data_ptr(), dq.data_ptr()])
-        if ready.of_sinks is not None and sinks is not None and x.sinks is not None:
+        run(ready.facts, given.o, given.lse, given.do, given.dlse, ref, delta, sums)
+        run(ready.main, given.lengths)
+        run(ready.rounded, sums, dq)
+        if ready.of_sinks is not None:
             parts = torch.empty(p.B, p.Hq, dtype=torch.float32, device=p.device)
-            given_sinks = [t.data_ptr() for t in (lse, delta, sinks, parts)]
-            run(ready.of_sinks, (), given_sinks)
-            total = parts.sum_to_size(sinks.shape[0], p.Hq)
-            dsinks = restore(total, x.sinks.shape, p.batch).to(x.sinks.dtype)
+            run(ready.of_sinks, given.lse, delta, given.sinks, parts)
     found = zip("qkv", (dq, dk, dv), (x.q, x.k, x.v), strict=True)
     grads = [t.view(like.shape) if c in p.grads else None for c, t, like in found]
-    return (grads[0], grads[1], grads[2], None, dsinks), ready.ran
+    return (grads[0], grads[1], grads[2], None, _of_sinks(p, x, given, parts)), ready.ran
 
 
-def _rows_of(
-    p: Problem, saved: tuple[Tensor, Tensor], cotangents: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """o, lse, do and dlse with one batch axis; whether do had to be copied."""
-    o, lse = saved
-    do, dlse = cotangents
-    if do is None:
-        do = torch.zeros_like(o)
-    laid = do if _readable(do) else do.contiguous()
-    laid = laid.reshape(p.B, p.Hq, p.M, p.E)
-    o, lse = o.reshape(p.B, p.Hq, p.M, p.E), lse.reshape(p.B, p.Hq, p.M)
-    if dlse is not None:
-        dlse = dlse.reshape(p.B, p.Hq, p.M)
-    return o, lse, laid, dlse, laid.data_ptr() != do.data_ptr()
+def _of_sinks(p: Problem, x: Inputs, given: Given, parts: Tensor | None) -> Tensor | None:
+    """The gradient in the user's shape and dtype, from that of each entry and head."""
+    if parts is None or x.sinks is None or given.sinks is None:
+        return None
+    total = parts.sum_to_size(given.sinks.shape[0], p.Hq)
+    return restore(total, x.sinks.shape, p.batch).to(x.sinks.dtype)
+
+
+def _given(
+    p: Problem,
+    x: Inputs,
+    saved: tuple[Tensor, Tensor],
+    cotangents: tuple[Tensor | None, Tensor | None],
+) -> Given:
+    (o, lse), (do, dlse) = saved, cotangents
+    do = torch.zeros_like(o) if do is None else do
+    laid = (do if _readable(do) else do.contiguous()).reshape(p.B, p.Hq, p.M, p.E)
+    wanted = x.sinks is not None and "s" in p.grads
+    return Given(
+        o=o.reshape(p.B, p.Hq, p.M, p.E),
+        lse=lse.reshape(p.B, p.Hq, p.M),
+        do=laid,
+        dlse=None if dlse is None else dlse.reshape(p.B, p.Hq, p.M),
+        sinks=per_head(x.sinks, p.batch, p.Hq) if wanted and x.sinks is not None else None,
+        lengths=lengths_of(p, x.arrays),
+        copied=laid.data_ptr() != do.data_ptr(),
+    )
 
 
 def _readable(t: Tensor) -> bool:
@@ -154,66 +179,43 @@ def _empty(p: Problem, like: Tensor) -> Tensor:
     return torch.empty(b, heads, rows, width, dtype=p.dtype, device=p.device)
 
 
-class Address:
-    """Stands for an argument that each call brings."""
-
-
-AT = Address()
-
-
 def _prepare(
-    p: Problem, plan: GradPlan, arrays: tuple[Tensor, ...], dq: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor | None], aligned: tuple[bool, bool],
-    sinks: Tensor | None, lengths: Tensor | None, copied: bool,
-) -> Ready:  # fmt: skip
-    _o, lse, _do, dlse = rows
-    heads, device = p.B * p.Hq, p.device
-    strides = [(AT, *t.stride()[:3]) if t is not None else (0,) * 4 for t in rows]
-    facts_values = *strides, AT, AT, AT, (p.M, p.Hq, p.E, pitch(p), shift(p))
-    facts_key = key_of_facts(p, facts_values, aligned, dlse is not None)
-    main_key, described = key_of_main(
-        p, plan, [(tuple(t.shape), t.stride()) for t in arrays],
-        None if lengths is None else lengths.dtype,
-    )  # fmt: skip
-    kernel = loaded(main_key, device)
-    of_lengths = 0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0)
+    p: Problem, plan: GradPlan, given: Given, arrays: tuple[Tensor, ...], dq: Tensor
+) -> Ready:
+    heads, sinks, lengths = p.B * p.Hq, given.sinks, given.lengths
+    of_rows = heads * -(-p.M // FACT_ROWS)
+    strides = [(AT, *t.stride()[:3]) if t is not None else (0,) * 4 for t in given[:4]]
+    facts = *strides, AT, AT, AT, (p.M, p.Hq, p.E, pitch(p), shift(p))
+    facts_key = key_of_facts(p, facts, given.aligned(), given.dlse is not None)
+    laid = [(tuple(t.shape), t.stride()) for t in arrays]
+    key, described = key_of_main(p, plan, laid, None if lengths is None else lengths.dtype)
+    apart = 0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0)
     sizes = (p.M, p.N, p.G, seen_rows(p)[0], p.Hq, shift(p))
-    main_values = (
+    main = (
         *[(AT, *d.shape, *d.strides) for d in described],
-        (0 if lengths is None else AT, of_lengths),
+        (0 if lengths is None else AT, apart),
         *((tiles(p), p.Hk), sizes, numbers(p), p.scale, mask_of(p)[1] or (0,)),
     )
-    rounded_values = AT, (AT, *dq.stride()[:3]), p.scale, (p.M, p.Hq, p.D)
-    of_sinks, of_rows = None, heads * -(-p.M // FACT_ROWS)
-    names = ["facts", "gradients", "rounded"]
+    rounded = AT, (AT, *dq.stride()[:3]), p.scale, (p.M, p.Hq, p.D)
+    names: tuple[str, ...] = ("facts", "gradients", "rounded")
+    of_sinks = None
     if sinks is not None:
-        names.append("of sinks")
+        names = (*names, "of sinks")
         steps = [s if n > 1 else 0 for n, s in zip(sinks.shape[:2], sinks.stride(), strict=False)]
-        values = (*((AT, *lse.stride()), AT, (AT, *steps), AT, (p.M, p.Hq, pitch(p), shift(p))),)
+        values = (AT, *given.lse.stride()), AT, (AT, *steps), AT, (p.M, p.Hq, pitch(p), shift(p))
         of_sinks = _pass(p, key_of_sinks(sinks.dtype), values, heads)
-    copies = (COPIED,) if copied else ()
+    maps = Maps(loaded(key, p.device), described)
     return Ready(
-        facts=_pass(p, facts_key, facts_values, of_rows),
-        main=_pass(p, main_key, main_values, tiles(p) * p.Hk * p.B, Maps(kernel, described)),
-        rounded=_pass(p, key_of_rounded(p, dq), rounded_values, of_rows),
+        facts=_pass(p, facts_key, facts, of_rows),
+        main=_pass(p, key, main, tiles(p) * p.Hk * p.B, maps),
+        rounded=_pass(p, key_of_rounded(p, dq), rounded, of_rows),
         of_sinks=of_sinks,
-        ran=Ran(tuple(names), workspace_bytes(p), copies),
+        ran=Ran(names, workspace_bytes(p), (COPIED,) if given.copied else ()),
     )
 
 
 def _pass(p: Problem, key: Key, values: Any, programs: int, maps: Maps | None = None) -> Pass:
-    flat = [*_flat(values)]
-    varying = [n for n, value in enumerate(flat) if value is AT]
-    launch = loaded(key, p.device).launch([0 if v is AT else v for v in flat], varying)
-    return Pass(programs, launch, maps)
-
-
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flat(value)
-        else:
-            yield value
+    return Pass(programs, laid_out(loaded(key, p.device), values), maps)
 
 
 # ---- what the code of each kernel depends on ----------------------------------------------------
