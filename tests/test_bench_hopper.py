@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import nosquare as ns
 from nosquare.bench import cuda, held, hopper, line
 from nosquare.bench.cases import Case
-from nosquare.bench.hopper import GRID, HEADS, LINES, MORE_HEADS
+from nosquare.bench.hopper import BACK, GRID, LINES, MORE_HEADS
 from nosquare.bench.line import Outcome
 from nosquare.bench.peers import contestants
 from nosquare.bench.timing import Entry, Result
@@ -24,7 +25,9 @@ MINE, FULL, CAUSAL = "nosquare:gluon_sm90", "full()", "causal(end)"
 WINDOW = "window(before=1023,after=0)"
 LONG = (512, 1024, 2048, 4096, 8192, 16384)
 BEST = ["fa3", "torch:cudnn", "torch:flash"]
-NAMES = ["hopper_forward", "hopper_grouped", "hopper_window", "hopper_padded"]
+HEADS = hopper.heads(GRID)
+FURTHER = [one for one in LINES if one not in hopper.GRIDS]
+NAMES = ["hopper_forward", "hopper_backward", "hopper_grouped", "hopper_window", "hopper_padded"]
 
 
 def case(n: int, d: int, mask: str, b: int | None = None, heads: tuple[int, int] | None = None
@@ -44,6 +47,19 @@ def test_the_grid_is_36_cases_against_the_best_of_three() -> None:
                                                                (CAUSAL, FULL))}  # fmt: skip
     assert (GRID.least, GRID.aim, GRID.against.split(",")) == (1.02, 0.97, BEST)
     assert set(GRID.quick) <= set(GRID.cases)
+
+
+def test_the_grid_of_backward_is_20_cases_against_the_best_of_two() -> None:
+    cases = [Case.parse(text) for text in BACK.cases]
+    wanted = [replace(case(n, d, m), phase="backward") for n, d, m in
+              product(LONG[1:], (64, 128), (CAUSAL, FULL))]  # fmt: skip
+    assert {str(one) for one in cases} == {str(one) for one in wanted}
+    assert (BACK.least, BACK.aim, BACK.against.split(",")) == (1.15, 1.0, BEST[1:])
+    assert set(BACK.quick) <= set(BACK.cases)
+    ways = (1024, 1.2, "torch:cudnn"), (2048, 0.99, "torch:flash")
+    found = hopper.grid([out(*way, suite=BACK.name) for way in ways], BACK)
+    assert dict(zip(hopper.heads(BACK), found[0], strict=True))["N 2048"] == "**0.99 T**"
+    assert found[-1][-3] == "**1.09 (1.15; 1 of 2 below 1.0)**"
 
 
 def test_further_lines_are_the_promised() -> None:
@@ -126,11 +142,11 @@ def test_further_lines_by_hand() -> None:
     assert [dict(zip(MORE_HEADS, cells, strict=True)) for cells in found] == [
         {"further lines": hopper.SHORT, "each case": "**1.10 F**, 1.30 C", "mean": "1.20",
          "aim": "1.15", "TFLOP/s": "-", "error over the peer's": "-"},
-        {"further lines": LINES[1].title, "each case": "**0.50 F**, 2.00 F", "mean": "1.00",
+        {"further lines": FURTHER[0].title, "each case": "**0.50 F**, 2.00 F", "mean": "1.00",
          "aim": "1.0", "TFLOP/s": "300 to 400", "error over the peer's": "1.00"},
-        {"further lines": LINES[2].title, "each case": "**1.50 X**", "mean": "**1.50**",
+        {"further lines": FURTHER[1].title, "each case": "**1.50 X**", "mean": "**1.50**",
          "aim": "2.0", "TFLOP/s": "-", "error over the peer's": "-"},
-        {"further lines": LINES[3].title, "each case": "0.50 F", "mean": "0.50", "aim": "-",
+        {"further lines": FURTHER[2].title, "each case": "0.50 F", "mean": "0.50", "aim": "-",
          "TFLOP/s": "-", "error over the peer's": "-"},
     ]  # fmt: skip
     assert hopper.tables([]) == []
@@ -153,7 +169,7 @@ def test_the_fastest_peer_is_the_one_that_counts() -> None:
     mine = line.outcome(GRID, result({**times, MINE: None}))
     assert math.isnan(mine.ratio)
     assert mine.peer == "torch:cudnn"
-    grouped = line.outcome(LINES[1], result({**times, "fa3": 110.0}))
+    grouped = line.outcome(FURTHER[0], result({**times, "fa3": 110.0}))
     assert (grouped.ratio, grouped.also) == (pytest.approx(1.1), pytest.approx(0.9))
 
 

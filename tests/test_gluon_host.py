@@ -345,12 +345,6 @@ def test_strides_that_tma_cannot_take_are_refused(gluon: Any) -> None:
         assert "strides" in " ".join(found)
 
 
-def test_backward_is_by_name(gluon: Any) -> None:
-    p = problem("forward bfloat16 B2 Hq2 Hk2 M128 N128 D64 full()")
-    assert gluon.refusals(p, "backward") == []
-    assert gluon.yields(p, "backward")
-
-
 def test_another_release_of_triton_is_refused(gluon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from nosquare.backends.gluon_sm90 import versions
 

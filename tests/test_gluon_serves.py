@@ -107,6 +107,39 @@ def test_who_serves_backward(d: int, m: int, n: int) -> None:
     assert backward.refusals[GLUON]
 
 
+# and who serves backward
+BACK = {
+    f"bfloat16 {LONG} D128 causal(end)": GLUON,
+    f"float16 {LONG} D64 full()": GLUON,
+    f"bfloat16 {LONG} D96 causal(end) sinks softcap=30.0": GLUON,
+    f"bfloat16 {LONG} D128 causal(end)&window(before=1023,after=0)": GLUON,
+    "bfloat16 B4 Hq16 Hk4 M4096 N4096 D128 lengths(t0)": GLUON,
+    "bfloat16 B1 Hq1 Hk1 M64 N8576 D128 full()": GLUON,  # 67 tiles of keys
+    "bfloat16 B1 Hq1 Hk1 M64 N8448 D128 full()": TRITON,  # 66: half of the card
+    "bfloat16 B1 Hq16 Hk16 M63 N4096 D128 full()": TRITON,  # less than a tile of queries
+    f"bfloat16 {LONG} D80 causal(end) softcap=9.0": TRITON,  # tiles are 128 wide
+    f"bfloat16 {LONG} D256 causal(end) softcap=9.0": TRITON,
+    f"float32 {LONG} D128 causal(end)": TRITON,
+}
+
+
+@pytest.mark.parametrize("line", BACK)
+def test_who_serves_backward_of_what(line: str) -> None:
+    found = choose(problem(line, BACKWARD), BACKWARD)
+    assert found.name == BACK[line], found.refusals
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"deterministic": True}, {"packed": True}, {"mask": "window(before=99,after=0)&lengths(t0)"}],
+    ids=str,
+)
+def test_what_its_backward_does_not_take(more: dict[str, Any]) -> None:
+    p = problem(f"bfloat16 {LONG} D128 causal(end)", BACKWARD, **more)
+    assert gluon_sm90.refusals(p, BACKWARD)
+    assert choose(p, BACKWARD).name == TRITON
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="its kernels are for Hopper cards (sm_90)")
 @pytest.mark.parametrize(("m", "n"), TRAINED)

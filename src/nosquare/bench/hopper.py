@@ -1,14 +1,14 @@
 """The tables that gluon_sm90 is held to on Hopper cards (line.py says what a line is).
 
-The first is a grid: a case in each cell, against the best of the peers in that cell. What is behind
-stands out in it, and a letter says who is ahead.
+Forward and backward are a grid each: a case in each cell, against the best of the peers in that
+cell. What is behind stands out in it, and a letter says who is ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..receipt import FORWARD
+from ..receipt import BACKWARD, FORWARD
 from .aims import missing
 from .line import (
     CUDNN,
@@ -44,6 +44,14 @@ GRID = Line(
     squares(FORWARD, "bfloat16", (1024, 16384), widths=(128,), masks=MASKS[:1]),
     SUBJECT, BEST, least=1.02, each=0.97,
 )  # fmt: skip
+BACK = Line(
+    f"{GROUP}_backward",
+    f"bf16 backward, {TOKENS:,} tokens, N 1024 to 16384",
+    squares(BACKWARD, "bfloat16", LENGTHS[1:], masks=MASKS),
+    squares(BACKWARD, "bfloat16", (1024, 16384), widths=(128,), masks=MASKS[:1]),
+    SUBJECT, f"{CUDNN},{FLASH}", least=1.15, each=1.0,
+)  # fmt: skip
+GRIDS = {GRID: LENGTHS, BACK: LENGTHS[1:]}
 _GROUPED = tuple(f"{START} B{b} Hq32 Hk8 M{n} N{n} D128 causal(end)" for b, n in
                  ((2, 8192), (4, 4096)))  # fmt: skip
 # flash takes no window, and FlashAttention-3's forward wheel none either: it is asked, and says so
@@ -52,6 +60,7 @@ _WINDOW = squares(FORWARD, "bfloat16", (16384,), widths=(128, 64),
 _PADDED = (f"{START} B4 Hq16 Hk16 M4096 N4096 D96 causal(end)",)
 LINES = (
     GRID,
+    BACK,
     Line(f"{GROUP}_grouped", "bf16 forward, 32 query heads on 8, D 128, causal: N 8192, 4096",
          _GROUPED, _GROUPED[:1], SUBJECT, FA3, 1.0, also=f"{CUDNN},{FLASH}"),
     Line(f"{GROUP}_window", "bf16 forward, window of 1,024, N 16384: D 128, 64",
@@ -60,42 +69,48 @@ LINES = (
          _PADDED, _PADDED, SUBJECT, BEST, None),
 )  # fmt: skip
 SHORT, SHORT_LEAST = "of the cells above, D 128, causal: N 512, 1024", 1.15
-HEADS = (START, *(f"N {n}" for n in LENGTHS), "mean", f"TFLOP/s, N {LENGTHS[-1]}",
-         "error over the peer's")  # fmt: skip
 MORE_HEADS = ("further lines", "each case", "mean", "aim", "TFLOP/s", "error over the peer's")
 SAID = (
     f"the best peer's median time over {BACKEND}'s, interleaved; the letter is that peer: "
     f"{', '.join(f'{LETTERS[name]} {said}' for name, said in PEERS.items())}. In bold: below its "
-    f"aim, or not timed. The grid ({TOKENS:,} tokens, hidden width {HIDDEN:,}) is against "
-    f"{', '.join(LETTERS[name] for name in BEST.split(','))} and aims at {GRID.each} in each cell "
-    f"and at {GRID.least} in the mean; means are geometric. Grouped heads are against F; the "
+    f"aim, or not timed. The grids ({TOKENS:,} tokens, hidden width {HIDDEN:,}) are against "
+    f"{', '.join(LETTERS[name] for name in BEST.split(','))}, backward (through autograd) against "
+    f"C, T, and aim at {GRID.each} and {BACK.each} in each cell and at {GRID.least} and "
+    f"{BACK.least} in the mean; means are geometric. Grouped heads are against F; the "
     "window is against C, E and X. Error over the peer's: rms against float64, the worst case"
 )
 
 
-def grid(outcomes: Iterable[Outcome]) -> list[list[str]]:
-    """A row for each width and mask, and one of all, cells as in HEADS; a row without outcomes is
+def heads(line: Line) -> Sequence[str]:
+    """Of the columns of a grid."""
+    start, lengths = " ".join(line.cases[0].split()[:2]), GRIDS[line]
+    columns = (f"N {n}" for n in lengths)
+    return start, *columns, "mean", f"TFLOP/s, N {lengths[-1]}", "error over the peer's"
+
+
+def grid(outcomes: Iterable[Outcome], line: Line = GRID) -> list[list[str]]:
+    """A row for each width and mask, and one of all, cells as in heads(); a row without outcomes is
     left out."""
-    mine = [o for o in outcomes if o.suite == GRID.name]
+    mine = [o for o in outcomes if o.suite == line.name]
     found = []
     for width in WIDTHS:
         for mask in MASKS:
             row = [o for o in mine if (o.case.D, o.case.mask) == (width, mask)]
             if row:
-                columns = _by_length(row)
-                cells = (_cells(some, GRID.aim) for some in columns)
+                columns = _by_length(row, line)
+                cells = (_cells(some, line.aim) for some in columns)
                 found.append([f"D={width} {mask.partition('(')[0]}", *cells, _mean(row),
                               rates(columns[-1]), two(most_error(row))])  # fmt: skip
     if found:
-        columns = _by_length(mine)
-        found.append(["all", *map(_mean, columns), _all(mine), rates(columns[-1]),
+        columns = _by_length(mine, line)
+        found.append(["all", *map(_mean, columns), _all(mine, line), rates(columns[-1]),
                       two(most_error(mine))])  # fmt: skip
     return found
 
 
-def _by_length(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Those of each column of the grid."""
-    return [[o for o in outcomes if n == o.case.N] for n in LENGTHS]
+def _by_length(outcomes: Sequence[Outcome], line: Line) -> list[list[Outcome]]:
+    """Those of each column of a grid."""
+    return [[o for o in outcomes if n == o.case.N] for n in GRIDS[line]]
 
 
 def more(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -107,7 +122,7 @@ def more(outcomes: Sequence[Outcome]) -> list[list[str]]:
     ]
     chosen: list[tuple[str, float | None, list[Outcome]]] = [(SHORT, SHORT_LEAST, short)]
     chosen += [(one.title, one.least, [o for o in outcomes if o.suite == one.name])
-               for one in LINES if one is not GRID]  # fmt: skip
+               for one in LINES if one not in GRIDS]  # fmt: skip
     return [
         [title, _cells(mine, least), _bold(_mean(mine), _ratio(mine), least),
          NONE if least is None else f"{least}", rates(mine), two(most_error(mine))]
@@ -117,8 +132,9 @@ def more(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def tables(outcomes: Sequence[Outcome]) -> list[Cells]:
     """Those that have rows."""
-    both = (HEADS, grid(outcomes)), (MORE_HEADS, more(outcomes))
-    return [(heads, rows) for heads, rows in both if rows]
+    every: list[Cells] = [(heads(line), grid(outcomes, line)) for line in GRIDS]
+    every.append((MORE_HEADS, more(outcomes)))
+    return [(words, rows) for words, rows in every if rows]
 
 
 def _ratio(outcomes: Iterable[Outcome]) -> float:
@@ -129,11 +145,11 @@ def _mean(outcomes: Iterable[Outcome]) -> str:
     return two(_ratio(outcomes))
 
 
-def _all(outcomes: Sequence[Outcome]) -> str:
+def _all(outcomes: Sequence[Outcome], line: Line) -> str:
     """As in "1.03 (1.02; 3 of 36 below 0.97)"."""
-    missed = sum(missing(o.ratio, GRID.each) for o in outcomes)
-    below = f"; {missed} of {len(outcomes)} below {GRID.each}" if missed else ""
-    return _bold(f"{_mean(outcomes)} ({GRID.least}{below})", _ratio(outcomes), GRID.least)
+    missed = sum(missing(o.ratio, line.each) for o in outcomes)
+    below = f"; {missed} of {len(outcomes)} below {line.each}" if missed else ""
+    return _bold(f"{_mean(outcomes)} ({line.least}{below})", _ratio(outcomes), line.least)
 
 
 def _cells(outcomes: Iterable[Outcome], aim: float | None) -> str:

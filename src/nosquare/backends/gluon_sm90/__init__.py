@@ -64,7 +64,7 @@ def yields(problem: Problem, phase: str) -> list[str]:
     from .attend_plan import plan, rows_of, tiles
 
     if phase != FORWARD:
-        return ["its backward is by name only"]
+        return _few_keys(problem)
     p, chosen = problem, plan(problem)
     if chosen is None or p.packed:  # keys of packed sequences are not shared out
         return []
@@ -77,6 +77,24 @@ def yields(problem: Problem, phase: str) -> list[str]:
         f"so few queries would keep {busy} of {units} multiprocessors busy: a kernel that shares "
         "out the keys of a query keeps more of them busy"
     ]
+
+
+def _few_keys(p: Problem) -> list[str]:
+    """Why another backend should have a backward that this could run: most of its tiles would be
+    empty, or most of the card."""
+    from .attend_plan import padded
+    from .grad_plan import plan, tiles
+
+    width, least, chosen = padded(max(p.D, p.E)) or 0, min(p.D, p.E), plan(p)
+    if least * 3 < width * 2:
+        return [f"D {p.D} and E {p.E} fill less than two thirds of its tiles, {width} wide"]
+    if chosen is not None and p.M < chosen.tile_m:
+        return [f"{p.M} queries do not fill one of its tiles, {chosen.tile_m} long"]
+    entries = 1 if p.batch_invariant else p.B
+    busy, units = tiles(p) * p.Hk * entries, _units(p.device)
+    if 2 * busy <= units:
+        return [f"so few keys would keep {busy} of {units} multiprocessors busy"]
+    return []
 
 
 def _other_arrays(p: Problem) -> bool:
@@ -130,6 +148,7 @@ def _tiles(p: Problem) -> list[str]:
 
 def _gradients(p: Problem) -> list[str]:
     """What stands against backward alone."""
+    from .form import bound_of
     from .grad_plan import plan, seen_rows, tiles
 
     if p.packed:
@@ -145,6 +164,8 @@ def _gradients(p: Problem) -> list[str]:
         return ["no row sees a key"]
     if last < p.M:
         return [f"rows from {last} on see no key, and their q and do would be read"]
+    if "t0" in p.mask and bound_of(p).span(p.M - 1, p.M)[0] > 0:
+        return ["rows that see nothing but padding where an entry is short would be read"]
     return []
 
 
@@ -165,7 +186,7 @@ def plans(problem: Problem, phase: str, timed: Sequence[Any] = ()) -> list[Any]:
 
 
 def builds(problem: Problem, plan: Any, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
-    """What compiles the kernel of a plan ahead."""
+    """What compiles the kernel of a plan ahead; of backward, the one that multiplies."""
     from .search import builds as found
 
     return found(problem, plan, phase, x)

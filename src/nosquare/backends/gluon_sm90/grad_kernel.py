@@ -153,13 +153,12 @@ def _add_up(dq, dq_desc, dq_smem, at, C: gl.constexpr, F: gl.constexpr, TILE_M: 
 def _tile(
     state, at, memory, signals, here, keys, numbers, mask, dq_desc,
     C: gl.constexpr, F: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, MASKED: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """One more tile of queries, and dq of the one before.
 
     state: dk, dv, its number, (entry and head, row) of the tile before. at: its own. keys: (the
-    first of this group, those before which and from which on none is seen). EARLY: the sum for dv
-    begins before the slopes are made, and not with the others."""
+    first of this group, those before which and from which on none is seen)."""
     dk, dv, number, head_before, row_before = state
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, ref_smem, delta_smem = memory
     q_full, do_full = signals
@@ -192,12 +191,7 @@ def _tile(
         i = (at[1] + gl.arange(0, TILE_M, columns))[None, :]
         seen = F.mask.keep(mask, 0, 0, i, j, here[0], here[1]) & (j >= lo) & (j < hi)
         p = gl.where(seen, p, 0.0)
-    if EARLY:
-        weights = gl.convert_layout(p.to(dtype), v_layout, assert_trivial=True)
-        dv_next = warpgroup_mma(weights, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp_next,))
-    else:
-        dp = warpgroup_mma_wait(0, deps=(dp_next,))
+    dp = warpgroup_mma_wait(0, deps=(dp_next,))
     delta = delta_smem.index(slot).reshape([TILE_M]).load(columns)
     slopes = p * (dp - delta[None, :])
     if F.softcap:
@@ -213,21 +207,14 @@ def _tile(
     fence_async_shared()
     turned = gl.convert_layout(ds, k_layout, assert_trivial=True)
     dq_next = _queries_sum(ds_smem, k_smem, 1 - buffer, C, F, TILE_M)
-    if EARLY:
-        dk_next = warpgroup_mma(turned, q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=(dq_next, dv_next))
-        bar_arrive(SLOPES + 2 * buffer + (1 - C), BOTH)
-        bar_arrive(EMPTY_DO + slot, ALL)
-        _add_up(dq, dq_desc, dq_smem, (head_before, row_before), C, F, TILE_M)
-    else:
-        weights = gl.convert_layout(p.to(dtype), v_layout, assert_trivial=True)
-        dv_next = warpgroup_mma(weights, do, dv, is_async=True)
-        dk_next = warpgroup_mma(turned, q, dk, is_async=True)
-        dq = warpgroup_mma_wait(2, deps=(dq_next,))
-        bar_arrive(SLOPES + 2 * buffer + (1 - C), BOTH)
-        _add_up(dq, dq_desc, dq_smem, (head_before, row_before), C, F, TILE_M)
-        dv = warpgroup_mma_wait(1, deps=(dv_next,))
-        bar_arrive(EMPTY_DO + slot, ALL)
+    weights = gl.convert_layout(p.to(dtype), v_layout, assert_trivial=True)
+    dv_next = warpgroup_mma(weights, do, dv, is_async=True)
+    dk_next = warpgroup_mma(turned, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=(dq_next,))
+    bar_arrive(SLOPES + 2 * buffer + (1 - C), BOTH)
+    _add_up(dq, dq_desc, dq_smem, (head_before, row_before), C, F, TILE_M)
+    dv = warpgroup_mma_wait(1, deps=(dv_next,))
+    bar_arrive(EMPTY_DO + slot, ALL)
     dk = warpgroup_mma_wait(0, deps=(dk_next,))
     bar_arrive(EMPTY_Q + slot, ALL)
     return dk, dv, number + 1, at[0], at[1]
@@ -247,7 +234,7 @@ def _only(tile, first, lo, hi):
 def _compute(
     work,
     C: gl.constexpr, F: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
-    AT_ONCE: gl.constexpr, EARLY: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     memory, signals, keys_full = work[0]
     dk_desc, dv_desc, dq_desc = work[1]
@@ -293,20 +280,20 @@ def _compute(
                 dk, dv, number, head_before, row_before = _tile(
                     (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
                     memory, signals, here, keys, numbers, mask, dq_desc,
-                    C, F, TILE_M, STAGES, EARLY, True,
+                    C, F, TILE_M, STAGES, True,
                 )  # fmt: skip
         for t in range(low, high):
             dk, dv, number, head_before, row_before = _tile(
                 (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
                 memory, signals, here, keys, numbers, mask, dq_desc,
-                C, F, TILE_M, STAGES, EARLY, False,
+                C, F, TILE_M, STAGES, False,
             )  # fmt: skip
         if F.mask.low:
             for t in range(high, last):
                 dk, dv, number, head_before, row_before = _tile(
                     (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
                     memory, signals, here, keys, numbers, mask, dq_desc,
-                    C, F, TILE_M, STAGES, EARLY, True,
+                    C, F, TILE_M, STAGES, True,
                 )  # fmt: skip
     before = (number & 1) ^ 1
     bar_sync(SLOPES + 2 * before + C, BOTH)
@@ -328,13 +315,13 @@ def gradients(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, ref_desc, delta_desc,
     lengths, grid, sizes, numbers, scale, mask,
     F: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    AT_ONCE: gl.constexpr, EARLY: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """q_desc to dv_desc: (entry, row, head, width). dq_desc: sums, float32 (entry and head, row,
     width). ref_desc, delta_desc: (entry and head, row), see grad_rows.py. lengths: (pointer, stride
     of entry). grid: (tiles of keys, key heads). sizes: (m, n, heads of a key head, the first row
     that sees a key, heads, places of the facts before the first). numbers: (c2, softcap, factor of
-    its exponential). AT_ONCE: see queries_of(); EARLY: see _tile()."""
+    its exponential). AT_ONCE: see queries_of()."""
     q_smem = tiles_for(q_desc, STAGES)
     do_smem = tiles_for(do_desc, STAGES)
     ref_smem = tiles_for(ref_desc, STAGES)
@@ -364,8 +351,8 @@ def gradients(
     )
     gl.warp_specialize(
         [
-            (_compute, (work, 0, F, TILE_M, STAGES, AT_ONCE, EARLY)),
-            (_compute, (work, 1, F, TILE_M, STAGES, AT_ONCE, EARLY)),
+            (_compute, (work, 0, F, TILE_M, STAGES, AT_ONCE)),
+            (_compute, (work, 1, F, TILE_M, STAGES, AT_ONCE)),
             (_load_all, (loads, F, TILE_M, STAGES, AT_ONCE)),
         ],
         [4, 1],

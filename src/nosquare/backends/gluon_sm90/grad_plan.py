@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ...problem import Problem
@@ -18,15 +18,11 @@ STEP = 4  # rows of the facts are padded to a multiple, 16 bytes
 @dataclass(frozen=True)
 class GradPlan:
     """tile_m queries by 128 keys, of which `stages` are in shared memory; two warp groups of 64
-    keys, with `registers` a thread.
-
-    early  the sum for dv begins before the slopes are made, and not with the others
-    """
+    keys, with `registers` a thread."""
 
     tile_m: int
     stages: int
     registers: int = 240
-    early: bool = False
 
     def __str__(self) -> str:
         words = f"{self.tile_m} queries x {TILE_N} keys, 2 warp groups"
@@ -40,10 +36,7 @@ PLANS = {(64, 64): GradPlan(128, 2), (128, 128): GradPlan(64, 2)}
 def plan(p: Problem) -> GradPlan | None:
     """Tiles for the problem; None where there are none of its widths."""
     d, e = padded(p.D), padded(p.E)
-    found = PLANS.get((d, e)) if d and e else None
-    if found is not None and found.tile_m == ROWS and hidden(p):
-        return replace(found, early=True)
-    return found
+    return PLANS.get((d, e)) if d and e else None
 
 
 @lru_cache(maxsize=1024)

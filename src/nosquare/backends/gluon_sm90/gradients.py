@@ -221,6 +221,15 @@ def _pass(p: Problem, key: Key, values: Any, programs: int, maps: Maps | None = 
 # ---- what the code of each kernel depends on ----------------------------------------------------
 
 
+def offline(p: Problem, plan: GradPlan, x: Inputs) -> Key:
+    """The key of the kernel that multiplies, from stand-ins for what there is beside q, k and v."""
+    queries, keys = (p.B, p.Hq, p.M), (p.B, p.Hk, p.N)
+    shapes = [(*rows, p.D) for rows in (queries, keys)] + [(*rows, p.E) for rows in (keys, queries)]
+    laid = [(shape, (0,) * 4) for shape in (*shapes, *shapes[1:3])]
+    lengths = next(iter(x.arrays), None)
+    return key_of_main(p, plan, laid, None if lengths is None else lengths.dtype)[0]
+
+
 def key_of_main(
     p: Problem, plan: GradPlan, arrays: list[Any], lengths: torch.dtype | None
 ) -> tuple[Key, tuple[Described, ...]]:
@@ -248,7 +257,7 @@ def key_of_main(
     )
     constants = (
         *(("F", form), ("TILE_M", plan.tile_m), ("STAGES", plan.stages)),
-        *(("REGISTERS", plan.registers), ("AT_ONCE", AT_ONCE), ("EARLY", plan.early)),
+        *(("REGISTERS", plan.registers), ("AT_ONCE", AT_ONCE)),
     )
     dtypes = *[p.dtype] * 6, *[torch.float32] * 3
     held = tuple((dtype, one.box) for dtype, one in zip(dtypes, described, strict=True))

@@ -10,10 +10,13 @@ from typing import Any
 
 from ...inputs import Inputs
 from ...problem import Problem
+from .. import FORWARD
+from . import gradients
 from .attend import offline
 from .attend_plan import Plan, plan, shared_bytes
-from .compiled import compile_for
+from .compiled import Key, compile_for
 from .form import ROWS
+from .grad_plan import GradPlan
 
 SHARED_BYTES = 227 * 1024  # of a block on a Hopper card
 REGISTERS = {2: 240, 3: 160}  # of a thread, by groups: what 64 Ki leave beside the warp that loads
@@ -48,10 +51,20 @@ def _apart(one: Plan, today: Plan) -> int:
     return sum(a != b for a, b in zip(vars(one).values(), vars(today).values(), strict=True))
 
 
-def builds(p: Problem, chosen: Plan, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
-    """What compiles the kernel of a plan, in any process, by what its code depends on."""
-    return {offline(p, chosen, x): partial(_build, p, chosen, x)}
+def builds(p: Problem, chosen: Any, phase: str, x: Inputs) -> Mapping[Any, Callable[[], Any]]:
+    """What compiles the kernel of a plan, in any process, by what its code depends on; of backward,
+    the one that multiplies."""
+    made = _forward if phase == FORWARD else _backward
+    return {made(p, chosen, x): partial(_build, made, p, chosen, x)}
 
 
-def _build(p: Problem, chosen: Plan, x: Inputs) -> None:
-    compile_for(offline(p, chosen, x))
+def _forward(p: Problem, chosen: Plan, x: Inputs) -> Key:
+    return offline(p, chosen, x)
+
+
+def _backward(p: Problem, chosen: GradPlan, x: Inputs) -> Key:
+    return gradients.offline(p, chosen, x)
+
+
+def _build(made: Callable[..., Key], p: Problem, chosen: Any, x: Inputs) -> None:
+    compile_for(made(p, chosen, x))
