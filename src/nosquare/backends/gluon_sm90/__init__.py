@@ -88,7 +88,7 @@ def _few_keys(p: Problem) -> list[str]:
     width, least, chosen = padded(max(p.D, p.E)) or 0, min(p.D, p.E), plan(p)
     if least * 3 < width * 2:
         return [f"D {p.D} and E {p.E} fill less than two thirds of its tiles, {width} wide"]
-    if chosen is not None and p.M < chosen.tile_m:
+    if chosen is not None and chosen.tile_m > p.M:
         return [f"{p.M} queries do not fill one of its tiles, {chosen.tile_m} long"]
     entries = 1 if p.batch_invariant else p.B
     busy, units = tiles(p) * p.Hk * entries, _units(p.device)
