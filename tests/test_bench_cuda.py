@@ -62,7 +62,8 @@ def test_choosing_suites() -> None:
          "dropout, bias, fp32, gqa, window, varlen\n  portable  portable_forward, "
          "portable_backward, portable_dropout_forward, portable_dropout_backward, "
          "portable_float32_forward, portable_float32_backward, portable_bias\n"
-         "  hopper    hopper_forward, hopper_backward, hopper_grouped, hopper_window, hopper_padded\n"
+         "  hopper    hopper_forward, hopper_backward, hopper_grouped, hopper_window, "
+         "hopper_padded\n"
          "  Try: --suite prefill,training,decode."),
         (("dropout", None, True),
          "This suite has no quick cases.\n  suite  dropout\n  quick  prefill, training, decode, "
