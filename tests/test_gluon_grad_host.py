@@ -119,11 +119,20 @@ def test_gradients_lie_as_their_arrays_do_and_only_where_wanted(launched: Record
         (torch.zeros((), dtype=torch.bfloat16).expand(2, 8, 300, 128), True),
         (torch.zeros(2, 8, 300, 256, dtype=torch.bfloat16)[..., ::2], True),
         (torch.zeros(2, 8, 300, 129, dtype=torch.bfloat16)[..., 1:], True),
+        (torch.zeros(2 * 8 * 300 * 128 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 128), True),
         (torch.zeros(2, 8, 300, 136, dtype=torch.bfloat16)[..., 8:], False),
         (torch.zeros(2, 300, 8, 128, dtype=torch.bfloat16).transpose(1, 2), False),
         (torch.zeros(4, 8, 300, 128, dtype=torch.bfloat16)[::2], False),
     ],
-    ids=["one number", "every second", "odd start", "part of rows", "tokens first", "entries"],
+    ids=[
+        "one number",
+        "every second",
+        "odd start",
+        "odd start, no gaps",
+        "part of rows",
+        "tokens first",
+        "entries",
+    ],
 )
 def test_a_cotangent_that_tma_cannot_read_is_copied_and_the_receipt_says_so(
     launched: Recorded, do: torch.Tensor, copied: bool

@@ -144,6 +144,8 @@ class CudaClock:
         host_us = (time.perf_counter_ns() - begun) / 1000 / calls
         self._end.record()
         self._end.synchronize()
+        if 1.5 * host_us > self._lead_us.get(call, host_us * 2):  # slower than the warm-up was
+            self._lead_us[call] = min(2 * host_us, LEAD_LIMIT_US)
         return Sample(self._start.elapsed_time(self._end) * 1000 / calls, host_us)
 
     def peak_bytes(self, prepared: Prepared) -> int | None:

@@ -145,7 +145,9 @@ def _given(
 ) -> Given:
     (o, lse), (do, dlse) = saved, cotangents
     do = torch.zeros_like(o) if do is None else do
-    laid = (do if _readable(do) else do.contiguous()).reshape(p.B, p.Hq, p.M, p.E)
+    # contiguous() would give back a view that begins between multiples of 16 bytes
+    readable = do if _readable(do) else do.clone(memory_format=torch.contiguous_format)
+    laid = readable.reshape(p.B, p.Hq, p.M, p.E)
     wanted = x.sinks is not None and "s" in p.grads
     return Given(
         o=o.reshape(p.B, p.Hq, p.M, p.E),
