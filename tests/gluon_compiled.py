@@ -56,9 +56,9 @@ def key_of(line: str, packed: bool = False, **changes: Any) -> Key:
     return attend.offline(p, replace(chosen, **changes), x)
 
 
-def grad_key_of(line: str) -> Key:
+def grad_key_of(line: str, deterministic: bool = False) -> Key:
     """Of the kernel of backward that multiplies."""
-    p = replace(Case.parse(line).problem(), device=CARD)
+    p = replace(Case.parse(line).problem(), device=CARD, deterministic=deterministic)
     chosen = grad_plan.plan(p)
     assert chosen is not None, "there are no tiles for the widths"
     lengths = torch.empty(p.batch, dtype=torch.int64, device="meta")

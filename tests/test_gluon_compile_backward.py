@@ -59,6 +59,14 @@ def test_what_a_kernel_takes(
     assert found.shared_bytes <= SHARED_BYTES
 
 
+@pytest.mark.parametrize("d", [d for d, _ in PLANS])
+def test_taking_turns_costs_the_groups_nothing(d: int) -> None:
+    ordered, plain = (taken(grad_key_of(line("full", d), deterministic=x)) for x in (True, False))
+    assert ordered.products == plain.products
+    assert not ordered.messages
+    assert ordered.spills <= SPILLS
+
+
 def test_widths_lengths_and_shared_heads_make_no_new_kernel() -> None:
     key = grad_key_of(line("causal", 128))
     for other in ("Hk4", "M4000", "N4224", "B1"):
@@ -72,11 +80,11 @@ def test_the_small_kernels_keep_all_in_registers(d: int) -> None:
     p = replace(Case.parse(line("causal", d)).problem(), device=CARD, dtype=torch.bfloat16)
     heads, rows = p.Hq * p.M * d, p.M * d
     strides = [(0, heads, rows, d), (0, p.Hq * p.M, p.M, 1)]
-    values = (*strides, *strides, 0, 0, 0, (p.M, p.Hq, d, p.M, 0))
+    values = (*strides, *strides, 0, 0, 0, 0, (p.M, p.Hq, d, p.M, 0))
     dq = torch.empty(p.B, p.Hq, p.M, d, device="meta")
     for key in (
-        gradients.key_of_facts(p, values, (True, True), True),
-        gradients.key_of_facts(p, values, (True, True), False),
+        gradients.key_of_facts(p, values, (True, True), True, True),
+        gradients.key_of_facts(p, values, (True, True), False, False),
         gradients.key_of_rounded(p, dq),
         gradients.key_of_sinks(torch.float32),
     ):

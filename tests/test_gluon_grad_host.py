@@ -72,7 +72,7 @@ def call(line: str, grads: str = "qkv", turned: bool = False, **more: Any) -> An
 
     q, k, v = array(c.Hq, c.M, c.D), array(c.Hk, c.N, c.D), array(c.Hk, c.N, c.E)
     o, lse = array(c.Hq, c.M, c.E), torch.zeros(c.B, c.Hq, c.M)
-    p = replace(c.problem(), device=CPU, grads=grads)
+    p = replace(c.problem(), device=CPU, grads=grads, deterministic="deterministic" in more)
     plan = gluon_sm90.plan(p, "backward")
     x = Inputs(q, k, v)._replace(sinks=more.get("sinks"))
     cotangents = more.get("do", torch.zeros_like(o)), more.get("dlse")
@@ -93,6 +93,18 @@ def test_three_launches_whose_arguments_are_all_given(launched: Recorded) -> Non
         (2, 8, 300, 128), (2, 2, 600, 128), (2, 2, 600, 128), None, None,
     ]  # fmt: skip
     assert ran.workspace_bytes == 4 * (2 * 16 * 300 + 16 * 300 * 128)
+
+
+def test_taking_turns_needs_a_number_for_each_tile_of_queries(launched: Recorded) -> None:
+    p, (_, ran) = call(LINE, deterministic=True)
+    # 2 entries of 8 heads, 5 tiles of 64 rows
+    assert ran.workspace_bytes == 4 * (2 * 16 * 300 + 16 * 300 * 128 + 16 * 5)
+    assert p.deterministic
+    plain = dict(launched.varying)
+    for name, _, maps, numbers in launched.calls:
+        assert (maps, maps + numbers) == launched.varying[name]
+    call(LINE)
+    assert [launched.varying[n][1] - plain[n][1] for n in plain] == [-1, -1, 0]
 
 
 def test_calls_that_are_laid_out_alike_are_prepared_once(launched: Recorded) -> None:

@@ -97,6 +97,61 @@ def test_each_visible_pair_is_gone_through_once_and_looked_at_where_it_may_be_hi
     assert whole_seen or name in ("narrow", "future")
 
 
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_who_takes_turns_waits_for_the_tile_of_keys_before_its_own_or_for_nobody(
+    queries_of: Any, name: str, tile: int
+) -> None:
+    """Tiles of keys that add to a tile of queries lie in one row, under masks that rise."""
+    from nosquare.backends.gluon_sm90 import grad_plan
+
+    mask = MASKS[name]
+    for m, n in SIZES:
+        line = f"backward bfloat16 B1 Hq1 Hk1 M{m} N{n} D64 {mask}"
+        p = replace(Case.parse(line).problem(), device=CARD)
+        assert grad_plan.rising(p)
+        bound, origin = Bound(mask, (1,), 1, m, n), grad_plan.seen_rows(p)[0]
+        form = SimpleNamespace(mask=compiled(text(form_of(bound)), WORDS), hidden=False)
+        values = tuple(map(torch.as_tensor, arguments(bound, int)))
+        for end in (n, n // 3):
+            here, adds = (*_pair(m, n), end), []
+            for k_lo in range(0, n, KEYS):
+                first, _, _, last = map(int, queries_of(
+                    k_lo, here, origin, values, form, tile, KEYS, 128, None))  # fmt: skip
+                adds.append(range(first, last))
+            for t in range(-(-m // tile)):
+                those = [number for number, queries in enumerate(adds) if t in queries]
+                assert those == [*range(those[0], those[-1] + 1)] if those else True
+
+
+@pytest.mark.parametrize(("tiles", "heads", "entries", "together"), [
+    (5, 3, 2, 1), (5, 3, 2, 4), (1, 4, 1, 4), (7, 2, 3, 6), (8, 1, 1, 1),
+])  # fmt: skip
+def test_each_tile_of_keys_has_a_program_and_later_keys_a_later_one(
+    monkeypatch: pytest.MonkeyPatch, tiles: int, heads: int, entries: int, together: int
+) -> None:
+    from nosquare.backends.gluon_sm90 import grad_places as module
+
+    monkeypatch.setattr(module, "gl", LANGUAGE)
+    found = []
+    for program in range(tiles * heads * entries):
+        monkeypatch.setattr(LANGUAGE, "program_id", lambda axis, at=program: at, raising=False)
+        grid = (tiles, heads, heads * entries, together)
+        tile, head, entry = map(int, module.key_tile.fn(grid))
+        assert tile == 0 or (tile - 1, head, entry) in found
+        found.append((tile, head, entry))
+    assert len(set(found)) == len(found)
+    assert max(found) == (tiles - 1, heads - 1, entries - 1)
+
+
+def test_from_the_last_place_on() -> None:
+    from nosquare.backends.gluon_sm90 import grad_places as module
+
+    for ordered, want in ((False, [3, 4, 5]), (True, [5, 4, 3])):
+        form = SimpleNamespace(ordered=ordered)
+        assert [module.place_of.fn(x, 3, 6, form) for x in range(3, 6)] == want
+
+
 def test_the_work_of_each_tile_of_keys() -> None:
     from nosquare.backends.gluon_sm90 import grad_plan
 
@@ -109,3 +164,5 @@ def test_the_work_of_each_tile_of_keys() -> None:
     assert (grad_plan.shift(odd), grad_plan.pitch(odd)) == (3, 304)
     assert (101 + grad_plan.shift(odd)) % 4 == 0
     assert grad_plan.workspace_bytes(odd) == 4 * (2 * 304 + 301 * 128)
+    turns = replace(odd, deterministic=True)
+    assert grad_plan.workspace_bytes(turns) == 4 * (2 * 304 + 301 * 128 + 5)

@@ -131,13 +131,23 @@ def test_who_serves_backward_of_what(line: str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"deterministic": True}, {"packed": True}, {"mask": "window(before=99,after=0)&lengths(t0)"}],
+    [{"packed": True}, {"mask": "window(before=99,after=0)&lengths(t0)"}],
     ids=str,
 )
 def test_what_its_backward_does_not_take(more: dict[str, Any]) -> None:
     p = problem(f"bfloat16 {LONG} D128 causal(end)", BACKWARD, **more)
     assert gluon_sm90.refusals(p, BACKWARD)
     assert choose(p, BACKWARD).name == TRITON
+
+
+def test_a_deterministic_backward_wants_rows_that_see_ever_later_keys() -> None:
+    for mask in ("full()", "causal(end)|prefix(n=200)", "window(before=99,after=0)"):
+        p = problem(f"bfloat16 {LONG} D128 {mask}", BACKWARD, deterministic=True)
+        assert choose(p, BACKWARD).name == "gluon_sm90"
+    back = "window(before=10,after=0,align=start)|causal(end)"  # earlier rows see later keys alone
+    p = problem("bfloat16 B1 Hq16 Hk16 M8192 N4096 D128 " + back, BACKWARD, deterministic=True)
+    assert "no order of turns" in gluon_sm90.refusals(p, BACKWARD)[0]
+    assert not gluon_sm90.refusals(replace(p, deterministic=False), BACKWARD)
 
 
 @pytest.mark.gpu

@@ -149,12 +149,12 @@ def _tiles(p: Problem) -> list[str]:
 def _gradients(p: Problem) -> list[str]:
     """What stands against backward alone."""
     from .form import bound_of
-    from .grad_plan import plan, seen_rows, tiles
+    from .grad_plan import plan, rising, seen_rows, tiles
 
     if p.packed:
         return ["its backward takes no packed sequences"]
-    if p.deterministic:
-        return ["its backward adds up dq in the order of the clock"]
+    if p.deterministic and not rising(p):
+        return ["later rows may see earlier keys: tiles of keys have no order of turns"]
     if plan(p) is None:
         return [f"its backward has no tiles for D {p.D} and E {p.E}"]
     if max(tiles(p), p.M) * p.B * p.Hq >= MOST_TILES:

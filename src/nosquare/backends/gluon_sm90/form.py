@@ -55,7 +55,8 @@ class Form:
 class GradForm:
     """The constant F of backward's kernel: see Form.
 
-    hidden  a pair may be hidden, or a key beyond those that are seen read
+    hidden   a pair may be hidden, or a key beyond those that are seen read
+    ordered  tiles of keys add to dq in their order
     """
 
     D: int
@@ -64,6 +65,7 @@ class GradForm:
     hidden: bool
     softcap: bool
     lengths: bool
+    ordered: bool
 
 
 def numbers(p: Problem) -> tuple[float, float, float]:

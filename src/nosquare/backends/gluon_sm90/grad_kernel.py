@@ -6,8 +6,8 @@
 Tiles are turned, keys down and queries across, so that p and ds go from the registers where they
 arise into the next product. One warp loads by TMA; two groups of four warps have 64 keys each. A
 group writes its ds to shared memory too, for dq, of which each group computes one half, over all
-keys, and adds it to sums in memory. It does so one tile late, so that no group waits for ds of
-the other. The order of those sums is that of the clock: they repeat up to rounding.
+keys; a second warp adds it to sums in memory (grad_adding.py). They do so one tile late, so that
+no group waits for ds of the other.
 
     queries   origin .. first .. | hidden at low | nothing hidden | hidden at high | .. last .. m
 
@@ -25,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grad_places import WHO_COMPUTES, WHO_LOADS, key_tile, queries_of
+from .grad_adding import ADDING, FULL_DQ, add_all
+from .grad_places import WHO_COMPUTES, WHO_LOADS, key_tile, place_of, queries_of
 from .pipe import await_slot, full_signals, tiles_for
 from .places import sizes_of
 from .shim import (
-    add_tile,
     bar_arrive,
     bar_sync,
     group_barrier,
@@ -65,8 +65,8 @@ def _load(
     number = 0
     for g in range(group):
         h = hk * group + g
-        for t in range(first, last):
-            row = origin + t * TILE_M
+        for x in range(first, last):
+            row = origin + place_of(x, first, last, F) * TILE_M
             slot = number % STAGES
             bar_sync(EMPTY_Q + slot, ALL)
             mbarrier.expect(q_full.index(slot), Q_BYTES)
@@ -136,32 +136,26 @@ def _queries_sum(ds_smem, k_smem, buffer, C: gl.constexpr, F: gl.constexpr, TILE
 
 
 @gluon.jit
-def _add_up(dq, dq_desc, dq_smem, at, C: gl.constexpr, F: gl.constexpr, TILE_M: gl.constexpr):
-    """Add this group's half of dq to the sums in memory. at: (entry and head, row)."""
-    tma.store_wait(0)  # the tile before has been read
-    group_barrier()
+def _hand_over(dq, dq_smem, C: gl.constexpr):
+    """Give this group's half of dq to who adds it up (grad_adding.py), where there is room."""
     dq_smem.index(C).reshape(dq.shape).store(dq)
     fence_async_shared()
-    group_barrier()
-    if TILE_M == ROWS:
-        add_tile(dq_desc, [at[0], at[1], C * (F.D // 2)], dq_smem.index(C))
-    else:
-        add_tile(dq_desc, [at[0], at[1] + C * ROWS, 0], dq_smem.index(C))
+    bar_arrive(FULL_DQ + C, ADDING)
 
 
 @gluon.jit
 def _tile(
-    state, at, memory, signals, here, keys, numbers, mask, dq_desc,
+    state, row, memory, signals, here, keys, numbers, mask,
     C: gl.constexpr, F: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """One more tile of queries, and dq of the one before.
 
-    state: dk, dv, its number, (entry and head, row) of the tile before. at: its own. keys: (the
-    first of this group, those before which and from which on none is seen)."""
-    dk, dv, number, head_before, row_before = state
+    state: dk, dv, its number. row: its first. keys: (the first of this group, those before which
+    and from which on none is seen)."""
+    dk, dv, number = state
     q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, ref_smem, delta_smem = memory
-    q_full, do_full = signals
+    q_full, do_full, free = signals
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     k_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     v_layout: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -188,7 +182,7 @@ def _tile(
     if MASKED:
         first, lo, hi = keys
         j = one_by_one(first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)))[:, None]
-        i = (at[1] + gl.arange(0, TILE_M, columns))[None, :]
+        i = (row + gl.arange(0, TILE_M, columns))[None, :]
         seen = F.mask.keep(mask, 0, 0, i, j, here[0], here[1]) & (j >= lo) & (j < hi)
         p = gl.where(seen, p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp_next,))
@@ -207,17 +201,18 @@ def _tile(
     fence_async_shared()
     turned = gl.convert_layout(ds, k_layout, assert_trivial=True)
     dq_next = _queries_sum(ds_smem, k_smem, 1 - buffer, C, F, TILE_M)
+    mbarrier.wait(free.index(C), buffer ^ 1)
     weights = gl.convert_layout(p.to(dtype), v_layout, assert_trivial=True)
     dv_next = warpgroup_mma(weights, do, dv, is_async=True)
     dk_next = warpgroup_mma(turned, q, dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=(dq_next,))
     bar_arrive(SLOPES + 2 * buffer + (1 - C), BOTH)
-    _add_up(dq, dq_desc, dq_smem, (head_before, row_before), C, F, TILE_M)
+    _hand_over(dq, dq_smem, C)
     dv = warpgroup_mma_wait(1, deps=(dv_next,))
     bar_arrive(EMPTY_DO + slot, ALL)
     dk = warpgroup_mma_wait(0, deps=(dk_next,))
     bar_arrive(EMPTY_Q + slot, ALL)
-    return dk, dv, number + 1, at[0], at[1]
+    return dk, dv, number + 1
 
 
 @gluon.jit
@@ -237,7 +232,7 @@ def _compute(
     AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     memory, signals, keys_full = work[0]
-    dk_desc, dv_desc, dq_desc = work[1]
+    dk_desc, dv_desc = work[1]
     grid, sizes, lengths, numbers, mask, scale = work[2]
     k_smem, v_smem, ds_smem, dq_smem = memory[1], memory[2], memory[4], memory[5]
     dtype: gl.constexpr = k_smem.dtype
@@ -271,35 +266,36 @@ def _compute(
     dv = gl.zeros([ROWS, E], gl.float32, v_layout)
     keys = (mine, lo, hi)
     number = 0
-    row_before = origin + first * TILE_M
-    head_before = b * sizes[4] + hk * group
-    for g in range(group):
-        h = b * sizes[4] + hk * group + g
-        if F.hidden:
-            for t in range(first, low):
-                dk, dv, number, head_before, row_before = _tile(
-                    (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
-                    memory, signals, here, keys, numbers, mask, dq_desc,
-                    C, F, TILE_M, STAGES, True,
+    if F.ordered:  # from the last on: see place_of()
+        begin, end = (high, last), (first, low)
+    else:
+        begin, end = (first, low), (high, last)
+    AT_BEGIN: gl.constexpr = F.mask.low if F.ordered else F.hidden
+    AT_END: gl.constexpr = F.hidden if F.ordered else F.mask.low
+    for _ in range(group):
+        if AT_BEGIN:
+            for x in range(begin[0], begin[1]):
+                dk, dv, number = _tile(
+                    (dk, dv, number), origin + place_of(x, begin[0], begin[1], F) * TILE_M,
+                    memory, signals, here, keys, numbers, mask, C, F, TILE_M, STAGES, True,
                 )  # fmt: skip
-        for t in range(low, high):
-            dk, dv, number, head_before, row_before = _tile(
-                (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
-                memory, signals, here, keys, numbers, mask, dq_desc,
-                C, F, TILE_M, STAGES, False,
+        for x in range(low, high):
+            dk, dv, number = _tile(
+                (dk, dv, number), origin + place_of(x, low, high, F) * TILE_M,
+                memory, signals, here, keys, numbers, mask, C, F, TILE_M, STAGES, False,
             )  # fmt: skip
-        if F.mask.low:
-            for t in range(high, last):
-                dk, dv, number, head_before, row_before = _tile(
-                    (dk, dv, number, head_before, row_before), (h, origin + t * TILE_M),
-                    memory, signals, here, keys, numbers, mask, dq_desc,
-                    C, F, TILE_M, STAGES, True,
+        if AT_END:
+            for x in range(end[0], end[1]):
+                dk, dv, number = _tile(
+                    (dk, dv, number), origin + place_of(x, end[0], end[1], F) * TILE_M,
+                    memory, signals, here, keys, numbers, mask, C, F, TILE_M, STAGES, True,
                 )  # fmt: skip
     before = (number & 1) ^ 1
     bar_sync(SLOPES + 2 * before + C, BOTH)
+    mbarrier.wait(signals[2].index(C), before)
     dq_next = _queries_sum(ds_smem, k_smem, before, C, F, TILE_M)
     dq = warpgroup_mma_wait(0, deps=(dq_next,))
-    _add_up(dq, dq_desc, dq_smem, (head_before, row_before), C, F, TILE_M)
+    _hand_over(dq, dq_smem, C)
     bar_sync(DONE, BOTH)  # the other group has read this one's keys
     k_smem.index(C).reshape([ROWS, F.D]).store((dk * scale).to(dtype))
     v_smem.index(C).reshape([ROWS, F.E]).store(dv.to(dtype))
@@ -313,15 +309,16 @@ def _compute(
 @gluon.jit
 def gradients(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, ref_desc, delta_desc,
-    lengths, grid, sizes, numbers, scale, mask,
+    lengths, turns, grid, sizes, numbers, scale, mask,
     F: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """q_desc to dv_desc: (entry, row, head, width). dq_desc: sums, float32 (entry and head, row,
     width). ref_desc, delta_desc: (entry and head, row), see grad_rows.py. lengths: (pointer, stride
-    of entry). grid: (tiles of keys, key heads). sizes: (m, n, heads of a key head, the first row
-    that sees a key, heads, places of the facts before the first). numbers: (c2, softcap, factor of
-    its exponential). AT_ONCE: see queries_of()."""
+    of entry). turns: (pointer, room for a head), a number for each tile of queries, 0 to begin
+    with. grid: see key_tile(). sizes: (m, n, heads of a key head, the first row that sees a key,
+    heads, places of the facts before the first). numbers: (c2, softcap, factor of its exponential).
+    AT_ONCE: see queries_of()."""
     q_smem = tiles_for(q_desc, STAGES)
     do_smem = tiles_for(do_desc, STAGES)
     ref_smem = tiles_for(ref_desc, STAGES)
@@ -335,6 +332,7 @@ def gradients(
     q_full = full_signals(STAGES)
     do_full = full_signals(STAGES)
     keys_full = full_signals(1)
+    dq_free = full_signals(2)
     loads = (
         (k_desc, v_desc, k_smem, v_smem, keys_full),
         (
@@ -345,16 +343,18 @@ def gradients(
     )
     memory = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, ref_smem, delta_smem)
     work = (
-        (memory, (q_full, do_full), keys_full),
-        (dk_desc, dv_desc, dq_desc),
+        (memory, (q_full, do_full, dq_free), keys_full),
+        (dk_desc, dv_desc),
         (grid, sizes, lengths, numbers, mask, scale),
     )
+    adds = ((dq_desc, dq_smem, dq_free), (turns, grid, sizes, lengths, mask))
     gl.warp_specialize(
         [
             (_compute, (work, 0, F, TILE_M, STAGES, AT_ONCE)),
             (_compute, (work, 1, F, TILE_M, STAGES, AT_ONCE)),
             (_load_all, (loads, F, TILE_M, STAGES, AT_ONCE)),
+            (add_all, (adds, F, TILE_M, AT_ONCE)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
     )

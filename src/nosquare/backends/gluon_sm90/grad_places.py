@@ -10,12 +10,25 @@ NOBODY = gl.constexpr(1 << 30)
 
 @gluon.jit
 def key_tile(grid):
-    """(tile of keys, key head, entry): those of a head side by side, since they read the same
-    queries; under a causal mask the first have the most to do."""
-    tiles, heads = grid
+    """(tile of keys, key head, entry) of this program. grid: (tiles of keys, key heads, those of
+    all entries, how many of these come together, a tile of each in turn)."""
+    tiles, heads, total, together = grid
     program = gl.program_id(0)
-    head = program // tiles
-    return program % tiles, head % heads, head // heads
+    first = program // (tiles * together) * together
+    some = gl.minimum(together, total - first)
+    place = program - first * tiles
+    head = first + place % some
+    return place // some, head % heads, head // heads
+
+
+@gluon.jit
+def place_of(x, first, last, F: gl.constexpr):
+    """The x-th place of [first, last), from the last on where tiles of keys take turns: those under
+    a causal mask have their last queries in common, and so begin together."""
+    place = x
+    if F.ordered:
+        place = first + last - 1 - x
+    return place
 
 
 @gluon.jit

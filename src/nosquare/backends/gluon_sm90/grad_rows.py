@@ -23,10 +23,11 @@ def _across(width, together):
 
 @gluon.jit
 def facts(
-    o, lse, do, dlse, ref, delta, sums, sizes,
+    o, lse, do, dlse, ref, delta, sums, turns, sizes,
     E: gl.constexpr, D: gl.constexpr, TILE_M: gl.constexpr, HAS_DLSE: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """ref and delta of TILE_M rows of a head; and 0 over their sums of dq.
+    """ref and delta of TILE_M rows of a head; and 0 over their sums of dq, and over a turn.
 
     o, do: (pointer, stride of entry, head, row). lse, dlse: (pointer, stride of entry, head, row).
     sums: float32 (B Hq, m, D). sizes: (m, heads, width of o, places of a head, shift). E, D: of
@@ -63,6 +64,8 @@ def facts(
     d = gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
     to = sums + ((head * m).to(gl.int64) + row) * D + d
     gl.store(to, gl.zeros([TILE_M, D], gl.float32, wide), mask=row < m)
+    if ORDERED:
+        gl.store(turns + gl.program_id(0), 0)
 
 
 @gluon.jit

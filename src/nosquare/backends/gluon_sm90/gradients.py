@@ -24,19 +24,22 @@ from .attend_plan import padded
 from .compiled import AT, POINTERS, Described, Key, Maps, laid_out, loaded
 from .form import ROWS, GradForm, lengths_of, mask_of, numbers
 from .grad_plan import (
+    FACT_ROWS,
     GradPlan,
+    blocks,
     hidden,
     pitch,
     seen_rows,
     shift,
     tiles,
+    together,
     words,
     workspace_bytes,
 )
 
 MOST_KEPT = 1024  # problems
 STEP = 16  # bytes, of which TMA wants strides and addresses to be multiples
-FACT_ROWS, AT_ONCE = 64, 128  # of a program of each small kernel; see queries_of()
+AT_ONCE = 128  # see queries_of()
 COPIED = "the cotangent of o, whose rows TMA cannot read"
 
 
@@ -98,10 +101,11 @@ def backward(
     q, k, v = (t.reshape(p.B, *t.shape[-3:]) for t in (x.q, x.k, x.v))
     given = _given(p, x, saved, cotangents)
     dq, dk, dv = (_empty(p, t) for t in (q, k, v))
-    of_facts, of_sums = words(p)
+    of_facts, of_sums, of_turns = words(p)
     facts = torch.empty(2, of_facts // 2, dtype=torch.float32, device=p.device)
     ref, delta = facts[0], facts[1]
     sums = torch.empty(of_sums, dtype=torch.float32, device=p.device)
+    turns = torch.empty(of_turns, dtype=torch.int32, device=p.device) if of_turns else None
     arrays = q, k, v, given.do, dk, dv, sums, ref, delta
     key = p, plan, given.laid()
     ready = _READY.get(key)
@@ -118,8 +122,8 @@ def backward(
             numbers = [t.data_ptr() for t in others if t is not None]
             one.launch(one.programs, p.device.index, stream, [m.address for m in maps], numbers)
 
-        run(ready.facts, given.o, given.lse, given.do, given.dlse, ref, delta, sums)
-        run(ready.main, given.lengths)
+        run(ready.facts, given.o, given.lse, given.do, given.dlse, ref, delta, sums, turns)
+        run(ready.main, given.lengths, turns)
         run(ready.rounded, sums, dq)
         if ready.of_sinks is not None:
             parts = torch.empty(p.B, p.Hq, dtype=torch.float32, device=p.device)
@@ -185,10 +189,11 @@ def _prepare(
     p: Problem, plan: GradPlan, given: Given, arrays: tuple[Tensor, ...], dq: Tensor
 ) -> Ready:
     heads, sinks, lengths = p.B * p.Hq, given.sinks, given.lengths
-    of_rows = heads * -(-p.M // FACT_ROWS)
+    of_rows = heads * blocks(p)
+    turns = (AT, blocks(p)) if plan.ordered else (0, 0)
     strides = [(AT, *t.stride()[:3]) if t is not None else (0,) * 4 for t in given[:4]]
-    facts = *strides, AT, AT, AT, (p.M, p.Hq, p.E, pitch(p), shift(p))
-    facts_key = key_of_facts(p, facts, given.aligned(), given.dlse is not None)
+    facts = *strides, AT, AT, AT, turns[0], (p.M, p.Hq, p.E, pitch(p), shift(p))
+    facts_key = key_of_facts(p, facts, given.aligned(), given.dlse is not None, plan.ordered)
     laid = [(tuple(t.shape), t.stride()) for t in arrays]
     key, described = key_of_main(p, plan, laid, None if lengths is None else lengths.dtype)
     apart = 0 if lengths is None or lengths.shape[0] == 1 else lengths.stride(0)
@@ -196,7 +201,8 @@ def _prepare(
     main = (
         *[(AT, *d.shape, *d.strides) for d in described],
         (0 if lengths is None else AT, apart),
-        *((tiles(p), p.Hk), sizes, numbers(p), p.scale, mask_of(p)[1] or (0,)),
+        *(turns, (tiles(p), p.Hk, p.Hk * p.B, together(p, plan)), sizes, numbers(p), p.scale),
+        mask_of(p)[1] or (0,),
     )
     rounded = AT, (AT, *dq.stride()[:3]), p.scale, (p.M, p.Hq, p.D)
     names: tuple[str, ...] = ("facts", "gradients", "rounded")
@@ -252,10 +258,18 @@ def key_of_main(
     facts = Described((p.B * p.Hq, p.M + shift(p)), (pitch(p), 1), (1, plan.tile_m))
     described += [Described((p.B * p.Hq, p.M, d), (p.M * d, d, 1), half), facts, facts]
     code, mask = mask_of(p)
-    form = GradForm(d, e, code, hidden(p), p.softcap is not None, lengths is not None)
+    softcap, padding = p.softcap is not None, lengths is not None
+    form = GradForm(d, e, code, hidden(p), softcap, padding, plan.ordered)
     signature = (
         (POINTERS[lengths or torch.int32], "i64"),
-        *(("i32",) * 2, ("i32",) * 6, ("fp32",) * 3, "fp32", ("i64",) * (len(mask) or 1)),
+        *(
+            ("*i32", "i32"),
+            ("i32",) * 4,
+            ("i32",) * 6,
+            ("fp32",) * 3,
+            "fp32",
+            ("i64",) * (len(mask) or 1),
+        ),
     )
     constants = (
         *(("F", form), ("TILE_M", plan.tile_m), ("STAGES", plan.stages)),
@@ -266,18 +280,20 @@ def key_of_main(
     return Key(grad_kernel.gradients, held, signature, constants), tuple(described)
 
 
-def key_of_facts(p: Problem, values: Any, aligned: tuple[bool, bool], has_dlse: bool) -> Key:
+def key_of_facts(
+    p: Problem, values: Any, aligned: tuple[bool, bool], has_dlse: bool, ordered: bool
+) -> Key:
     """Of grad_rows.facts, from its arguments; aligned: o and do begin at multiples of 16 bytes."""
     kind = POINTERS[p.dtype]
     whole = ((kind, "i64", "i64", "i64"), ("*fp32", "i64", "i64", "i64"))
-    signature = *whole, *whole, "*fp32", "*fp32", "*fp32", ("i32",) * 5
+    signature = *whole, *whole, "*fp32", "*fp32", "*fp32", "*i32", ("i32",) * 5
     constants = (
         *(("E", padded(p.E)), ("D", padded(p.D)), ("TILE_M", FACT_ROWS)),
-        ("HAS_DLSE", has_dlse),
+        *(("HAS_DLSE", has_dlse), ("ORDERED", ordered)),
     )
     known: dict[tuple[int, ...], bool] = {(0, 0): aligned[0], (2, 0): aligned[1], (6,): True}
     known |= {(at, n): values[at][n] % 16 == 0 for at in (0, 2) for n in (1, 2, 3)}
-    known[7, 2] = p.E % 16 == 0
+    known[8, 2] = p.E % 16 == 0
     multiples = tuple(at for at, is_one in known.items() if is_one)
     return Key(grad_rows.facts, (), signature, constants, multiples)
 

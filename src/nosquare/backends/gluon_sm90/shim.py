@@ -65,6 +65,44 @@ def arrived_with(number, value, THREADS: gl.constexpr):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _added_up(but):
+    return f"cp.async.bulk.wait_group {but}; fence.proxy.async.global; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def added_up(BUT: gl.constexpr):
+    """A warp waits until what it has added by TMA, but so many of the last, is in memory, for all
+    who look there."""
+    gl.inline_asm_elementwise(
+        _added_up(BUT), "=r,r",
+        [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_turn(turn, value):
+    """A warp waits until *turn has come to a value."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .s32 x; WAIT: ld.acquire.gpu.global.s32 x, [$1]; "
+        "setp.lt.s32 p, x, $2; @p bra WAIT; fence.proxy.async.global; "
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0; }",
+        "=r,l,r", [turn.to(gl.int64), gl.to_tensor(value)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def give_turn(turn, value):
+    """A warp sets *turn, after all that it has done."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 x; bar.warp.sync 0xffffffff; mov.u32 x, %laneid; "
+        "setp.eq.u32 p, x, 0; @p st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [turn.to(gl.int64), gl.to_tensor(value)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @gluon.jit
 def claimed(counter):
     """What a counter holds, which a warp of its own has then moved on by 1."""
