@@ -188,6 +188,22 @@ def bench_experiment(
     raise typer.Exit(run(device, quick, dtype, record))
 
 
+@bench_app.command("train")
+def bench_train(
+    device: Annotated[str, typer.Option(help="cpu or cuda; a card where there is one.")] = "",
+    heads: Annotated[
+        str, typer.Option(help="Widths of a head by commas: a model each.")
+    ] = "64,128",
+    steps: Annotated[int, typer.Option(help="Of each model, contestant and seed.")] = 300,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, some seconds.")] = False,
+    record: Annotated[bool, typer.Option(help="Append the curves to docs/records.")] = True,
+) -> None:
+    """Train a small GPT with this attention and with torch's, from the same seeds."""
+    from .bench.train import bench_train as run
+
+    raise typer.Exit(run(device, heads, steps, quick, record))
+
+
 @bench_app.command("tune")
 def bench_tune(
     cases: Annotated[

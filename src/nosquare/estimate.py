@@ -72,7 +72,10 @@ def contiguous(
     """
     s, fields = sizes, dict[str, Any](more)
     shapes = ((s["Hq"], s["M"], s["D"]), (s["Hk"], s["N"], s["D"]), (s["Hk"], s["N"], s["E"]))
-    fields["strides"] = tuple((h * m * d, m * d, d, 1) for h, m, d in shapes)
+    if fields.get("packed"):  # a token's heads side by side
+        fields["strides"] = tuple((h * d, d, 1) for h, _, d in shapes)
+    else:
+        fields["strides"] = tuple((h * m * d, m * d, d, 1) for h, m, d in shapes)
     fields |= {name: s[name] for name in ("Hq", "Hk", "M", "N", "D", "E")}
     device, scale = torch.device("meta"), s["D"] ** -0.5
     return Problem((s["B"],), dtype=dtype, device=device, scale=scale, mask=mask, **fields)

@@ -78,7 +78,7 @@ HEAD: dict[str, Any] = {
     "software": SOFTWARE,
 }
 _ALWAYS = ("schema", "utc", "machine", "software")  # since version 1
-KINDS = ("bench", "experiment", "tune", "verify", "fit")
+KINDS = ("bench", "experiment", "train", "tune", "verify", "fit")
 
 # What version 1 of a bench record, the first there was, left unsaid because it had one value.
 _FIRST = {

@@ -9,6 +9,7 @@ are made from the seed (see Data.of). Features:
 
     dropout=p  softcap=x  bias=axes (B or none, Hq or 1, M or 1, N or 1)  alibi  sinks
     grad       forward alone, of inputs that require gradients
+    packed     B sequences side by side, M = N tokens in all; lengths.py says how long they are
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..mask import Mask
 from ..pairs import pairs
 from ..problem import Problem
 from ..spelling import parse
+from .lengths import offsets
 
 PHASES = ("forward", "backward", "forward+backward", "decode")
 DTYPES = {str(t).removeprefix("torch."): t for t in
@@ -35,6 +37,7 @@ FLOP_CONVENTION = (
     "2*pairs*(D+E) forward, 2*pairs*(3D+2E) backward, pairs = visible (batch, head, query, key)"
 )
 EXAMPLE = "forward float32 B1 Hq8 Hk8 M1024 N1024 D64 causal(start)"
+FLAGS = ("alibi", "sinks", "grad", "packed")
 _SIZES = ("B", "Hq", "Hk", "M", "N", "D", "E")
 _SIZE = re.compile(r"(B|Hq|Hk|M|N|D|E)(\d+)")
 _ARRAYS = re.compile(r"(lengths|documents|dense|blocksparse)\([^()]*?(?:block=(\d+))?\)")
@@ -50,6 +53,7 @@ class Case:
 
     bias  names of its axes joined by commas, as "Hq,1,N"; "" for none
     grad  forward alone is timed, but the inputs require gradients
+    packed  B sequences side by side, of M = N tokens together; the mask acts on each
     """
 
     phase: str
@@ -68,6 +72,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     grad: bool = False
+    packed: bool = False
 
     def __str__(self) -> str:
         sizes = [
@@ -77,7 +82,7 @@ class Case:
         words += [f"dropout={self.dropout}"] if self.dropout else []
         words += [f"softcap={self.softcap}"] if self.softcap is not None else []
         words += [f"bias={self.bias}"] if self.bias else []
-        words += [name for name in ("alibi", "sinks", "grad") if getattr(self, name)]
+        words += [name for name in FLAGS if getattr(self, name)]
         return " ".join(words)
 
     @staticmethod
@@ -118,8 +123,8 @@ class Case:
     @property
     def numel(self) -> int:
         """Elements of q, k, v and do together."""
-        rows = self.B * self.Hq * self.M * (self.D + self.E)
-        return rows + self.B * self.Hk * self.N * (self.D + self.E)
+        entries = 1 if self.packed else self.B
+        return entries * (self.Hq * self.M + self.Hk * self.N) * (self.D + self.E)
 
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
@@ -142,6 +147,7 @@ class Case:
             sinks=(self.Hq,) if self.sinks else None,
             alibi=(self.Hq,) if self.alibi else None,
             p=self.dropout,
+            packed=self.packed,
             grads="qkv" + "b" * bool(self.bias) + "s" * self.sinks if learns else "",
         )
 
@@ -170,7 +176,7 @@ def _read(words: list[str]) -> Case:
     more: dict[str, Any] = {"E": sizes["D"], "mask": rest[0], **sizes}
     for word in rest[1:]:
         feature, _, value = word.partition("=")
-        if feature in ("alibi", "sinks", "grad") and not value:
+        if feature in FLAGS and not value:
             more[feature] = True
         elif feature in ("dropout", "softcap"):
             more[feature] = float(value)
@@ -180,6 +186,11 @@ def _read(words: list[str]) -> Case:
             raise ValueError(f"{word!r} is not a feature")
     if more.get("grad") and phase != "forward":
         raise ValueError("grad belongs to the phase forward")
+    if more.get("packed"):
+        if phase == "decode" or sizes["M"] != sizes["N"]:
+            raise ValueError("packed sequences have M = N tokens, and are not for decoding")
+        if more.get("bias") or more.get("dropout") or _arrays(more["mask"]):
+            raise ValueError("packed goes with no bias, no dropout and no mask of arrays")
     return Case(phase, DTYPES[name], **more)
 
 
@@ -187,10 +198,12 @@ def _read(words: list[str]) -> Case:
 class Data:
     """The arrays of a case.
 
-    q (B, Hq, M, D)  k (B, Hk, N, D)  v (B, Hk, N, E)  do (B, Hq, M, E)
+    q (B, Hq, M, D)  k (B, Hk, N, D)  v (B, Hk, N, E)  do (B, Hq, M, E); packed, (M, Hq, D) and
+    so on
     bias   axes as the case names them, in the case's dtype; None where absent
     alibi, sinks  (Hq,) float32; None where absent
     first  (b, h): which entry and query head of the whole case this begins at
+    cu     where packed sequences begin and end, int32 (B + 1,); None where they are not packed
     """
 
     case: Case
@@ -204,6 +217,7 @@ class Data:
     sinks: Tensor | None = None
     seed: int = 0
     first: tuple[int, int] = (0, 0)
+    cu: Tensor | None = None
 
     @staticmethod
     def of(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Data:
@@ -223,13 +237,18 @@ class Data:
             drawn = torch.randn(shape, generator=random, device=random.device)
             return drawn.to(dtype).to(device)
 
+        def rows(heads: int, tokens: int, width: int) -> Tensor:
+            packed = (tokens, heads, width)
+            return normal(*(packed if c.packed else (c.B, heads, tokens, width)))
+
         mask = parse(c.mask, [t.to(device) for t in mask_arrays(c, random)])
         bias = None if c.bias_shape is None else normal(*c.bias_shape)
-        q, k = normal(c.B, c.Hq, c.M, c.D), normal(c.B, c.Hk, c.N, c.D)
-        v, do = normal(c.B, c.Hk, c.N, c.E), normal(c.B, c.Hq, c.M, c.E)
+        q, k, v = rows(c.Hq, c.M, c.D), rows(c.Hk, c.N, c.D), rows(c.Hk, c.N, c.E)
+        do = rows(c.Hq, c.M, c.E)
+        cu = offsets(c.B, c.M, seed).to(device) if c.packed else None
         alibi = 0.5 ** torch.arange(1.0, c.Hq + 1, device=device) if c.alibi else None
         sinks = normal(c.Hq, dtype=torch.float32) if c.sinks else None
-        data = Data(c, mask, q, k, v, do, bias, alibi, sinks, seed)
+        data = Data(c, mask, q, k, v, do, bias, alibi, sinks, seed, cu=cu)
         if c.wants_grads or c.grad:
             for t in data.leaves.values():
                 t.requires_grad_()
@@ -252,8 +271,22 @@ class Data:
         found = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sinks": self.sinks}
         return {name: t for name, t in found.items() if t is not None}
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the packed sequences, on the host; [] where they are not packed."""
+        return [] if self.cu is None else self.cu.diff().tolist()
+
+    def entry(self, t: Tensor, b: int, heads: slice) -> Tensor:
+        """A batch entry, or packed sequence, of what lies as q, k, v, o or do: (1, heads, tokens,
+        width)."""
+        if self.cu is None:
+            return t[b : b + 1, heads]
+        start, stop = self.cu[b : b + 2].tolist()
+        return t[start:stop, heads].transpose(0, 1)[None]
+
     def part(self, b: int, key_head: int) -> Data:
-        """One batch entry and the group of one key head, as a case of its own."""
+        """One batch entry, or packed sequence, and the group of one key head, as a case of its own
+        that is not packed."""
         c, h = self.case, slice(key_head * self.case.G, (key_head + 1) * self.case.G)
         small = replace(c, B=1, Hk=1, Hq=c.G)
         arrays = [
@@ -263,9 +296,10 @@ class Data:
         bias = self.bias if self.bias is None or self.bias.ndim == 3 else self.bias[b : b + 1]
         heads = {name: cut_heads(t, h, c) for name, t in
                  (("bias", bias), ("alibi", self.alibi), ("sinks", self.sinks))}  # fmt: skip
-        one = slice(b, b + 1), slice(key_head, key_head + 1)
-        q, do = self.q[one[0], h], self.do[one[0], h]
-        k, v = self.k[one], self.v[one]
+        one = slice(key_head, key_head + 1)
+        q, do = (self.entry(t, b, h) for t in (self.q, self.do))
+        k, v = (self.entry(t, b, one) for t in (self.k, self.v))
+        small = replace(small, M=q.shape[2], N=k.shape[2], packed=False)
         first = (self.first[0] + b, self.first[1] + h.start)
         return Data(small, parse(c.mask, arrays), q, k, v, do, **heads, seed=self.seed, first=first)
 
@@ -315,7 +349,8 @@ def visible_pairs(data: Data) -> int:
 
     Raises UnsupportedError where a mask over pairs is too large to be looked at.
     """
-    found = pairs(data.case.problem(), data.mask.tensors)
+    cu = None if data.cu is None else (data.cu, data.cu)
+    found = pairs(data.case.problem(), data.mask.tensors, cu)
     if not found.exact:
         raise UnsupportedError(
             "The visible pairs of this mask are too many to be counted.",

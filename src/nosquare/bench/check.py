@@ -3,6 +3,8 @@
 The truth is nosquare.oracle in float64 on the very numbers that the contestant gets: for some batch
 entries and key heads (each with its whole group of query heads), on sampled rows when only o is
 wanted, on all rows, summed block by block, when gradients are; on the device that the case runs on.
+Of packed sequences each is looked at by itself, with one key head, but where the gradients of
+all are too much: then the longest, the shortest, and as many others as are worth it.
 Who draws its dropout mask from torch's generator is checked at a small size, in the same formula,
 with that very mask: it is asked again from the same state of the generator, for values that are
 rows of the identity, and where its answer is not 0 the pair was kept.
@@ -87,12 +89,14 @@ class Errors:
 class Truth:
     """What is right about one part of a case, and how far float32 is from it.
 
-    part   the batch entry and key head it is about
+    entry, key_head  the part it is about
+    case   that part as a case of its own
     rows   the query rows of o that are in it
     """
 
     entry: int
     key_head: int
+    case: Case
     rows: Tensor
     right: Mapping[str, Tensor]
     plain: Mapping[str, Tensor]
@@ -103,11 +107,12 @@ def truths(data: Data, every_row: bool = False) -> list[Truth]:
 
     every_row  of the heads that are looked at; else a sample of them where only o is wanted
     """
-    found, rows = [], _rows(data, every_row)
-    for b, h in _heads(data):
+    found = []
+    for b, h in _sequences(data) if data.case.packed else _heads(data):
         part = data.part(b, h)
+        rows = _rows(part, every_row)
         right, plain = (_dense(part, rows, t) for t in (torch.float64, torch.float32))
-        found.append(Truth(b, h, rows, right, plain))
+        found.append(Truth(b, h, part.case, rows, right, plain))
     return found
 
 
@@ -131,25 +136,31 @@ def check(contestant: Contestant, data: Data, out: Mapping[str, Tensor],
 
 def _checks(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth],
             roundings: float) -> list[Check]:  # fmt: skip
-    heads = ", ".join(f"entry {t.entry} key head {t.key_head}" for t in known)
-    count = known[0].rows.numel()
-    how = f"float64 oracle: {heads}; {count} of {data.case.M} rows"
+    how = f"float64 oracle: {_looked_at(data.case, known)}"
     if roundings:
         how += f"; gradients may round {roundings:.1f} times more, summed in their own dtype"
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for name, mine, right, plain in _pieces(out, data.case, known):
+    for name, mine, right, plain, case in _pieces(out, data, known):
         more = roundings if name != "o" else 0.0
-        pairs.setdefault(name, []).append(_compare(mine, right, plain, data.case, more))
+        pairs.setdefault(name, []).append(_compare(mine, right, plain, case, more))
     # the worst is the one nearest to its bound, or NaN
     worst = {name: max(found, key=_nearness) for name, found in pairs.items()}
     return [Check(name, error, bound, how) for name, (error, bound) in worst.items()]
+
+
+def _looked_at(case: Case, known: Sequence[Truth]) -> str:
+    if case.packed:
+        count = sum(t.rows.numel() for t in known)
+        return f"{len(known)} of {case.B} sequences, a key head of each; {count} of {case.M} rows"
+    heads = ", ".join(f"entry {t.entry} key head {t.key_head}" for t in known)
+    return f"{heads}; {known[0].rows.numel()} of {case.M} rows"
 
 
 def errors(data: Data, out: Mapping[str, Tensor], known: Sequence[Truth]) -> list[Errors]:
     """How far an answer `out` is from what is known to be right, over all parts of it together."""
     apart: dict[str, list[Tensor]] = {}
     right: dict[str, list[Tensor]] = {}
-    for one in _pieces(out, data.case, known):
+    for one in _pieces(out, data, known):
         apart.setdefault(one.name, []).append((one.mine.double() - one.right).flatten())
         right.setdefault(one.name, []).append(one.right.flatten())
     return [_errors(name, torch.cat(apart[name]), torch.cat(right[name])) for name in apart]
@@ -207,6 +218,24 @@ def _heads(data: Data) -> list[tuple[int, int]]:
     return [*dict.fromkeys(found)]
 
 
+def _sequences(data: Data) -> list[tuple[int, int]]:
+    """The (sequence, key head) of a packed case that are looked at: the heads in turn, the last
+    first; where gradients are sums over the batch, the last alone."""
+    case, sizes = data.case, data.lengths
+    longest_first = sorted((b for b in range(case.B) if sizes[b]), key=lambda b: -sizes[b])
+    order, worth = [*longest_first[:1], *longest_first[:0:-1]], float("inf")
+    if case.wants_grads:
+        worth = GRADIENT_ELEMENTS[data.device.type != "cpu"] // case.G
+    turn = 0 if _summed_names(case) else 1
+    found: list[tuple[int, int]] = []
+    for b in order:
+        worth -= sizes[b] ** 2
+        if found and worth < 0:
+            break
+        found.append((b, case.Hk - 1 - len(found) * turn % case.Hk))
+    return found
+
+
 def _summed_names(case: Case) -> list[str]:
     """The gradients that are sums over the batch, and of one key head's group alone."""
     summed = _bias_apart(case) and not case.bias.startswith("B")
@@ -219,19 +248,22 @@ def _bias_apart(case: Case) -> bool:
 
 
 class _Piece(NamedTuple):
-    """A part of a contestant's answer, what is right there, and what float32 makes of it."""
+    """A part of a contestant's answer, what is right there, what float32 makes of it, and the case
+    whose M and N are summed over."""
 
     name: str
     mine: Tensor
     right: Tensor
     plain: Tensor
+    case: Case
 
 
-def _pieces(out: Mapping[str, Tensor], case: Case, known: Sequence[Truth]) -> Iterator[_Piece]:
+def _pieces(out: Mapping[str, Tensor], data: Data, known: Sequence[Truth]) -> Iterator[_Piece]:
     """All of an answer that the truths are about."""
+    case = data.case
     for truth in known:
-        for name, mine in _part_of(out, case, truth).items():
-            yield _Piece(name, mine, truth.right[name], truth.plain[name])
+        for name, mine in _part_of(out, data, truth).items():
+            yield _Piece(name, mine, truth.right[name], truth.plain[name], truth.case)
     for head in dict.fromkeys(truth.key_head for truth in known):
         alike = [truth for truth in known if truth.key_head == head]
         for name in _summed_names(case) if len(alike) == case.B else ():
@@ -241,23 +273,23 @@ def _pieces(out: Mapping[str, Tensor], case: Case, known: Sequence[Truth]) -> It
                     torch.stack([one[name] for one in which]).sum(0)
                     for which in ([t.right for t in alike], [t.plain for t in alike])
                 )
-                yield _Piece(name, own, right, plain)
+                yield _Piece(name, own, right, plain, case)
 
 
-def _part_of(out: Mapping[str, Tensor], case: Case, truth: Truth) -> dict[str, Tensor]:
+def _part_of(out: Mapping[str, Tensor], data: Data, truth: Truth) -> dict[str, Tensor]:
     """The same part of a contestant's answer, but for what is summed over the batch."""
-    b, h = slice(truth.entry, truth.entry + 1), truth.key_head
+    case, b, h = data.case, truth.entry, truth.key_head
     group, own = slice(h * case.G, (h + 1) * case.G), slice(h, h + 1)
     found = {}
     for name, t in out.items():
         if name == "o":
-            found[name] = t.detach()[b, group][:, :, truth.rows]
+            found[name] = data.entry(t.detach(), b, group)[:, :, truth.rows]
         elif name == "dq":
-            found[name] = t[b, group]
+            found[name] = data.entry(t, b, group)
         elif name in ("dk", "dv"):
-            found[name] = t[b, own]
+            found[name] = data.entry(t, b, own)
         elif name == "dbias" and case.bias.startswith("B") and _bias_apart(case):
-            cropped = cut_heads(t[b], group, case)
+            cropped = cut_heads(t[b : b + 1], group, case)
             assert cropped is not None
             found[name] = cropped
     return found

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attention, attention_varlen
 from ..dropout import Dropout
 from ..errors import NosquareError, UnsupportedError
 from ..receipt import Receipt, receipts
@@ -145,6 +145,8 @@ def _nosquare(data: Data, backend: str | None) -> Attend:
         value = c.softcap if name == "softcap" else getattr(data, name)
         if value is not None:
             options[name] = value
+    if data.cu is not None:
+        return partial(attention_varlen, data.q, data.k, data.v, data.cu, data.cu, **options)
     return partial(attention, data.q, data.k, data.v, **options)
 
 

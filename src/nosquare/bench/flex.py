@@ -20,6 +20,8 @@ Indexed = Callable[..., Any]  # (b, h, i, j), each an index or a tensor of them 
 def attend(data: Data) -> Attend:
     """flex_attention, compiled for the sizes of the case. Raises UnsupportedError."""
     c = data.case
+    if c.packed:  # it would be a mask of documents over one row, which other cases ask for
+        raise UnsupportedError("FlexAttention is not asked to take packed sequences.")
     absent = [word for word, asked in (("dropout", c.dropout), ("sinks", c.sinks)) if asked]
     if absent:
         raise UnsupportedError(f"FlexAttention has no {' and no '.join(absent)}.")

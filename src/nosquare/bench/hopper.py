@@ -57,6 +57,9 @@ _GROUPED = tuple(f"{START} B{b} Hq32 Hk8 M{n} N{n} D128 causal(end)" for b, n in
 # flash takes no window, and FlashAttention-3's forward wheel none either: it is asked, and says so
 _WINDOW = squares(FORWARD, "bfloat16", (16384,), widths=(128, 64),
                   masks=("window(before=1023,after=0)",))  # fmt: skip
+# 24 of them, from a few tens to several thousand; flash gets them as nested tensors
+_PACKED = tuple(f"{START} B24 Hq{h} Hk{h} M{TOKENS} N{TOKENS} D{HIDDEN // h} {mask} packed"
+                for h in (16, 32) for mask in MASKS)  # fmt: skip
 _PADDED = (f"{START} B4 Hq16 Hk16 M4096 N4096 D96 causal(end)",)
 LINES = (
     GRID,
@@ -67,6 +70,9 @@ LINES = (
          _WINDOW, _WINDOW[:1], SUBJECT, f"{CUDNN},{EFFICIENT},{FLEX}", 2.0, also=FA3),
     Line(f"{GROUP}_padded", "bf16 forward, a width that is padded: D 96, causal, N 4096",
          _PADDED, _PADDED, SUBJECT, BEST, None),
+    Line(f"{GROUP}_packed",
+         f"bf16 forward, packed sequences, {TOKENS:,} tokens, causal and full: D 128, 64",
+         _PACKED, _PACKED[:1], SUBJECT, FA3, 1.0, also=FLASH),
 )  # fmt: skip
 SHORT, SHORT_LEAST = "of the cells above, D 128, causal: N 512, 1024", 1.15
 MORE_HEADS = ("further lines", "each case", "mean", "aim", "TFLOP/s", "error over the peer's")
@@ -76,7 +82,7 @@ SAID = (
     f"aim, or not timed. The grids ({TOKENS:,} tokens, hidden width {HIDDEN:,}) are against "
     f"{', '.join(LETTERS[name] for name in BEST.split(','))}, backward (through autograd) against "
     f"C, T, and aim at {GRID.each} and {BACK.each} in each cell and at {GRID.least} and "
-    f"{BACK.least} in the mean; means are geometric. Grouped heads are against F; the "
+    f"{BACK.least} in the mean; means are geometric. Grouped heads and packed sequences are against F; the "
     "window is against C, E and X. Error over the peer's: rms against float64, the worst case"
 )
 

@@ -23,7 +23,7 @@ def cost(data: Data, tiling: Tiling | None = None) -> Cost:
     c = data.case
     seed = torch.tensor(data.seed) if c.dropout else None
     x = Inputs(data.q, data.k, data.v, data.bias, data.sinks, data.alibi, seed,
-               arrays=data.mask.tensors)  # fmt: skip
+               data.cu, data.cu, data.mask.tensors)  # fmt: skip
     problem = Problem.of(x, Spec(str(data.mask), None, c.softcap, c.dropout), wanted(x))
     phase = "training" if c.wants_grads else "decode" if c.phase == "decode" else "prefill"
     return Cost.of(problem, describe(data.device), phase, data.mask.tensors, tiling=tiling)

@@ -1,7 +1,8 @@
 """The others who answer a case: torch's attention, FlexAttention, FlashAttention-3 and flash_attn.
 
 All get the very tensors that nosquare gets: (B, H, M, D), heads before tokens in memory. Those with
-another order of axes, (B, M, H, D), get views of them, which costs nothing.
+another order of axes, (B, M, H, D), get views of them, which costs nothing. Packed sequences they
+get as packed.py says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..score import alibi as alibi_scores
 from .cases import Case, Data
 from .contestants import NOSQUARE, Attend, Contestant, nosquare_by
 from .flex import attend as flex
+from .packed import NESTED, by_offsets, nested
 from .tiled import by_name
 
 FUSED = {
@@ -45,8 +47,8 @@ def contestants() -> dict[str, Contestant]:
         TORCH,
         *(_only(name, backend) for name, backend in FUSED.items()),
         Contestant("flex", flex, lambda data: "flex_attention, compiled"),
-        Contestant("fa3", _fa3, lambda data: f"{_fa3_module().__name__}.flash_attn_func"),
-        Contestant("flash_attn", _flash_attn, lambda data: "flash_attn_func", own_dropout=True),
+        Contestant("fa3", _fa3, lambda data: f"{_fa3_module().__name__}.{_function(data)}"),
+        Contestant("flash_attn", _flash_attn, _function, own_dropout=True),
     ]
     return {one.name: one for one in found}
 
@@ -109,6 +111,8 @@ def visible(data: Data) -> Tensor:
 
 
 def _torch(data: Data) -> Attend:
+    if data.case.packed:
+        return nested(data)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if data.bias is not None and data.bias.requires_grad:
         # what is added to a bias that learns is added in every call, as its user would have to
@@ -117,7 +121,9 @@ def _torch(data: Data) -> Attend:
 
 
 def _torch_ran(data: Data) -> str:
-    """Which of torch's kernels it would choose."""
+    """Which of torch's kernels it would choose; of nested tensors it does not tell."""
+    if data.case.packed:
+        return NESTED
     number = torch._fused_sdp_choice(data.q, data.k, data.v, **torch_words(data))
     return str(SDPBackend(number).name).lower()
 
@@ -185,6 +191,16 @@ def _flash_words(name: str, data: Data, absent: Mapping[str, Any]) -> dict[str, 
     return words if c.softcap is None else words | {"softcap": c.softcap}
 
 
+def _function(data: Data) -> str:
+    """Of FlashAttention's, the one that takes such a case."""
+    return "flash_attn_varlen_func" if data.case.packed else "flash_attn_func"
+
+
+def _flash(module: ModuleType, data: Data, words: Mapping[str, Any]) -> Attend:
+    attend = getattr(module, _function(data))
+    return (by_offsets if data.case.packed else _by_tokens)(attend, data, words)
+
+
 def _by_tokens(attend: Callable[..., Any], data: Data, words: Mapping[str, Any]) -> Attend:
     """A function over (B, M, H, D) as one over ours."""
 
@@ -215,7 +231,7 @@ def _fa3(data: Data) -> Attend:
     words = _flash_words("FlashAttention-3", data, absent)
     if c.M == 1:
         words["num_splits"] = 0  # as many as it thinks best; 1 is its default
-    return _by_tokens(module.flash_attn_func, data, words)
+    return _flash(module, data, words)
 
 
 def _flash_attn(data: Data) -> Attend:
@@ -228,4 +244,4 @@ def _flash_attn(data: Data) -> Attend:
         words["dropout_p"] = c.dropout
     if data.alibi is not None:
         words["alibi_slopes"] = data.alibi
-    return _by_tokens(importlib.import_module("flash_attn").flash_attn_func, data, words)
+    return _flash(importlib.import_module("flash_attn"), data, words)

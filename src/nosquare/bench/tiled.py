@@ -66,7 +66,7 @@ def _attend(data: Data, backend: str, plan_of: PlanOf) -> Attend:
     c = data.case
     seed = torch.tensor(data.seed, device=data.device) if c.dropout else None
     x = Inputs(data.q, data.k, data.v, data.bias, data.sinks, data.alibi, seed,
-               arrays=data.mask.tensors)  # fmt: skip
+               data.cu, data.cu, data.mask.tensors)  # fmt: skip
     spec = Spec(str(data.mask), None, c.softcap, c.dropout)
     call = _Call(Problem.of(x, spec, wanted(x)), backend, named(backend), plan_of, x)
 

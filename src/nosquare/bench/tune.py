@@ -276,4 +276,5 @@ def stand_ins(case: Case) -> Inputs:
     sinks, alibi = (empty(c.Hq) if there else None for there in (c.sinks, c.alibi))
     seed = empty(dtype=torch.int64) if c.dropout else None
     arrays = tuple(t.to("meta") for t in mask_arrays(c, torch.Generator()))
-    return Inputs(empty(0), empty(0), empty(0), bias, sinks, alibi, seed, arrays=arrays)
+    cu = empty(c.B + 1, dtype=torch.int32) if c.packed else None
+    return Inputs(empty(0), empty(0), empty(0), bias, sinks, alibi, seed, cu, cu, arrays)

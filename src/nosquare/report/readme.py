@@ -8,6 +8,7 @@
     FILE cases SUITES [against WHO] [on MACHINE]   a row for each case: times, ratio, peaks
     FILE aims [on MACHINE]                         what bench/aims.py and bench/held.py aim at, for
                                                    each processor and card
+    FILE train                                     a row for each model and attention trained
     FILE verify                                    a row for each function that was verified
 
 FILE names a file of records; SUITES are joined by commas. WHO is torch where left out; `best` is,
@@ -23,8 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bench import train
 from ..bench.words import geometric_mean
 from ..errors import ArgumentError
+from ..records import read
 from . import aims
 from .claims import BEST, size
 from .evidence import Bench, Book, Entry, Source, places, when_and_where
@@ -35,7 +38,7 @@ from .words import NONE, shared, suite_title, time
 MINE = "nosquare"
 EXAMPLE = "<!-- records: cpu suites -->"
 _MARKER = re.compile(
-    r"([\w.-]+) (?:(aims|verify)|(suites|cases ([\w,-]+))(?: against (\S+))?)(?: on (.+))?"
+    r"([\w.-]+) (?:(aims|train|verify)|(suites|cases ([\w,-]+))(?: against (\S+))?)(?: on (.+))?"
 )
 BLOCK = re.compile(r"<!-- records: ([^>]*?) -->\n(.*?)<!-- /records -->", re.S)
 _OPEN, _CLOSE = re.compile(r"<!-- records:"), re.compile(r"<!-- /records -->")
@@ -63,7 +66,7 @@ class Wanted:
                 "This marker names no table of records.",
                 {
                     "marker": repr(words),
-                    "tables": "FILE suites, FILE cases SUITES, FILE aims, FILE verify",
+                    "tables": "FILE suites, FILE cases SUITES, FILE aims, FILE train, FILE verify",
                 },
                 f"{EXAMPLE}.",
             )
@@ -127,8 +130,10 @@ def _differences(what: str, first: int, old: str, new: str) -> list[str]:
 
 def table(wanted: Wanted, folder: Path) -> str:
     """The Markdown of one block. Raises ArgumentError where there are no such records."""
-    if wanted.table == "aims" and not (folder / f"{wanted.name}.jsonl").is_file():
+    if wanted.table in ("aims", "train") and not (folder / f"{wanted.name}.jsonl").is_file():
         return f"Not measured yet: no records are called {wanted.name}.\n"
+    if wanted.table == "train":
+        return _train(folder / f"{wanted.name}.jsonl")
     book = Book.read(folder, [wanted.name])
     if wanted.table == "verify":
         return _verify(book)
@@ -220,6 +225,28 @@ def _time(entry: Entry | None) -> str:
 
 def _peak(entry: Entry | None) -> str:
     return NONE if entry is None or entry.peak_bytes is None else size(entry.peak_bytes)
+
+
+def _train(path: Path) -> str:
+    """The newest record of each width of head."""
+    found = {r["head"]: (line, r) for line, r in enumerate(read(path), 1) if r["kind"] == "train"}
+    if not found:
+        raise ArgumentError(
+            "No record of this file is of kind train.", {"file": path.name}, "nosquare bench train."
+        )
+    newest = [found[head] for head in sorted(found)]
+    lines = [f"| {' | '.join(train.HEADS)} |", "|---" * len(train.HEADS) + "|"]
+    lines += [f"| {' | '.join(row)} |" for _, record in newest for row in train.rows(record)]
+    _, last = newest[-1]
+    card = last["machine"]["gpu"]
+    name = card["name"] if card else last["machine"]["cpu"]
+    where = f"{path.name}:{', '.join(str(line) for line, _ in newest)}"
+    said = " ".join(train.sentence(record) for _, record in newest)
+    return "\n".join([
+        *lines, "",
+        f"{train.said(last)}. {said} From docs/records/{where} ({last['utc'][:10]}; {name}, torch "
+        f"{last['software']['torch']}).", "",
+    ])  # fmt: skip
 
 
 def _verify(book: Book) -> str:
