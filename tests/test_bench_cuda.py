@@ -63,7 +63,7 @@ def test_choosing_suites() -> None:
          "portable_backward, portable_dropout_forward, portable_dropout_backward, "
          "portable_float32_forward, portable_float32_backward, portable_bias\n"
          "  hopper    hopper_forward, hopper_backward, hopper_grouped, hopper_window, "
-         "hopper_padded\n"
+         "hopper_padded, hopper_packed\n"
          "  Try: --suite prefill,training,decode."),
         (("dropout", None, True),
          "This suite has no quick cases.\n  suite  dropout\n  quick  prefill, training, decode, "

@@ -27,7 +27,8 @@ LONG = (512, 1024, 2048, 4096, 8192, 16384)
 BEST = ["fa3", "torch:cudnn", "torch:flash"]
 HEADS = hopper.heads(GRID)
 FURTHER = [one for one in LINES if one not in hopper.GRIDS]
-NAMES = ["hopper_forward", "hopper_backward", "hopper_grouped", "hopper_window", "hopper_padded"]
+NAMES = ["hopper_forward", "hopper_backward", "hopper_grouped", "hopper_window", "hopper_padded",
+         "hopper_packed"]  # fmt: skip
 
 
 def case(n: int, d: int, mask: str, b: int | None = None, heads: tuple[int, int] | None = None
@@ -70,6 +71,8 @@ def test_further_lines_are_the_promised() -> None:
         "hopper_window": ([case(16384, d, WINDOW) for d in (128, 64)],
                           ["torch:cudnn", "torch:efficient", "flex"], 2.0),
         "hopper_padded": ([case(4096, 96, CAUSAL, 4, (16, 16))], BEST, None),
+        "hopper_packed": ([replace(case(16384, d, m, 24), packed=True)
+                           for d, m in product((128, 64), (CAUSAL, FULL))], ["fa3"], 1.0),
     }  # fmt: skip
     for name, (cases, against, least) in promised.items():
         one = held.BY_NAME[name]
@@ -79,6 +82,7 @@ def test_further_lines_are_the_promised() -> None:
     asked = {name: set(held.BY_NAME[name].peers.split(",")) - {MINE} for name in NAMES}
     assert asked["hopper_grouped"] == set(BEST)
     assert "fa3" in asked["hopper_window"]  # to say why not
+    assert asked["hopper_packed"] == {"fa3", "torch:flash"}
     for peers in asked.values():
         assert peers <= set(contestants())
         assert peers <= set(hopper.LETTERS)
@@ -138,6 +142,7 @@ def test_further_lines_by_hand() -> None:
         out(4096, 2.0, suite="hopper_grouped", tflops=400.0, error=1.0),
         out(16384, 1.5, "flex", suite="hopper_window", mask=WINDOW),
         out(4096, 0.5, suite="hopper_padded", d=96),
+        out(16384, 1.2, suite="hopper_packed"), out(16384, 0.9, suite="hopper_packed", mask=FULL),
     ])  # fmt: skip
     assert [dict(zip(MORE_HEADS, cells, strict=True)) for cells in found] == [
         {"further lines": hopper.SHORT, "each case": "**1.10 F**, 1.30 C", "mean": "1.20",
@@ -148,6 +153,8 @@ def test_further_lines_by_hand() -> None:
          "aim": "2.0", "TFLOP/s": "-", "error over the peer's": "-"},
         {"further lines": FURTHER[2].title, "each case": "0.50 F", "mean": "0.50", "aim": "-",
          "TFLOP/s": "-", "error over the peer's": "-"},
+        {"further lines": FURTHER[3].title, "each case": "1.20 F, **0.90 F**", "mean": "1.04",
+         "aim": "1.0", "TFLOP/s": "-", "error over the peer's": "-"},
     ]  # fmt: skip
     assert hopper.tables([]) == []
     assert [heads for heads, _ in hopper.tables([out(512, 1.0)])] == [HEADS, MORE_HEADS]

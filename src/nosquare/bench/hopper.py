@@ -82,8 +82,9 @@ SAID = (
     f"aim, or not timed. The grids ({TOKENS:,} tokens, hidden width {HIDDEN:,}) are against "
     f"{', '.join(LETTERS[name] for name in BEST.split(','))}, backward (through autograd) against "
     f"C, T, and aim at {GRID.each} and {BACK.each} in each cell and at {GRID.least} and "
-    f"{BACK.least} in the mean; means are geometric. Grouped heads and packed sequences are against F; the "
-    "window is against C, E and X. Error over the peer's: rms against float64, the worst case"
+    f"{BACK.least} in the mean; means are geometric. Grouped heads and packed sequences are "
+    "against F; the window is against C, E and X. Error over the peer's: rms against float64, the "
+    "worst case"
 )
 
 

@@ -13,12 +13,13 @@ def offsets(count: int, tokens: int, seed: int) -> Tensor:
 
     Shares of the tokens are log-normal, exp(SPREAD * z) of standard normal z: of 24 sequences with
     16,384 tokens the middle one has some 300, and they go from a few tens to several thousand. Each
-    has one token at least; where there are fewer tokens than sequences, some have none. All are
-    drawn on the CPU from the seed alone, and so the same on every device.
+    has two tokens at least where that is possible: the gradients of q and k of a single one are 0,
+    and no bound is relative to that. Where there are fewer tokens than sequences, some have none.
+    Drawn on the CPU from the seed alone, they are the same on every device.
     """
     random = torch.Generator().manual_seed(seed)
     ends = (SPREAD * torch.randn(count, generator=random, dtype=torch.float64)).exp().cumsum(0)
-    least = 1 if tokens >= count else 0
+    least = min(tokens // count, 2)
     shared = (ends / ends[-1] * (tokens - least * count)).round().long()
     found = torch.zeros(count + 1, dtype=torch.int32)
     found[1:] = shared + least * torch.arange(1, count + 1)
