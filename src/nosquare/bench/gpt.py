@@ -79,7 +79,8 @@ class _Layer(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in parts.unbind(2))
         o = self.attend(_turned(q, turn), _turned(k, turn), v)
         x = x + self.out(o.transpose(1, 2).reshape(b, t, width))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        more: Tensor = self.down(F.gelu(self.up(self.between(x))))
+        return x + more
 
 
 def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

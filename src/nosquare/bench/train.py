@@ -173,7 +173,7 @@ def bench_train(
     from rich.console import Console
 
     console = Console(highlight=False)
-    where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    where = torch.device("cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
     around = records.surroundings(where)
     alike, path = True, None
     with progress(console, len(sizes) * len(SEEDS)) as (_, step):

@@ -51,8 +51,7 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
     key: tuple[Any, ...] = (p, plan)
     sinks = lengths = None
     if x.sinks is not None or x.arrays:
-        sinks = None if x.sinks is None else per_head(x.sinks, () if p.packed else p.batch, p.Hq)
-        lengths = lengths_of(p, x.arrays)
+        sinks, lengths = _sinks(p, x.sinks), lengths_of(p, x.arrays)
         for more in (sinks, lengths):
             key += () if more is None else (more.dtype, more.shape, more.stride())
     o = p.empty_o()
@@ -78,6 +77,13 @@ def forward(p: Problem, plan: Plan, x: Inputs) -> tuple[Tensor, Tensor, Ran]:
             stream = torch._C._cuda_getCurrentRawStream(index)
             ready.launch(ready.programs, index, stream, addresses, numbers)
     return o, lse, PACKED if p.packed else RAN
+
+
+def _sinks(p: Problem, sinks: Tensor | None) -> Tensor | None:
+    """(Hq,), as they mostly are, or (B | 1, Hq, 1, 1), in two strides either way."""
+    if sinks is None or sinks.shape == (p.Hq,):
+        return sinks
+    return per_head(sinks, () if p.packed else p.batch, p.Hq)
 
 
 def _ready(
@@ -144,7 +150,9 @@ def _prepare(
 
 
 def _broadcast(t: Tensor) -> tuple[int, int]:
-    """Strides of the first two axes, 0 where they have one element."""
+    """Strides of the first two axes, 0 where they have one element; of one axis, the second's."""
+    if t.dim() == 1:
+        return 0, t.stride(0) if len(t) > 1 else 0
     first, second = (s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True))
     return first, second
 
