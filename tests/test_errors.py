@@ -121,8 +121,8 @@ length, width).
 >>> ns.attention(Q, K, V, casual=True, is_causal=True)
 ArgumentError: There is no such option.
   given  casual, is_causal
-  known  alibi, backend, batch_invariant, bias, check_finite, deterministic, dropout, mask, \
-scale, sinks, softcap
+  known  alibi, backend, batch_invariant, bias, check_finite, deterministic, dropout, \
+exact_delta, mask, scale, sinks, softcap
   Try: help(nosquare.api.Options).
 
 >>> ns.attention(Q, K, V, mask=torch.ones(5, 7).bool())

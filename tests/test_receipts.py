@@ -158,6 +158,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"mask": ns.Window(3, 3)},
     "sinks": {"sinks": rnd(4)},
     "batch_invariant": {"batch_invariant": True},
+    "exact_delta": {"exact_delta": True},
 }
 
 

@@ -18,6 +18,7 @@ import torch
 
 from nosquare.backends.triton_any import cards, grad_plan, gradients
 from nosquare.backends.triton_any.compiled import compile_for
+from nosquare.backends.triton_any.grad_facts import products_kernel
 from nosquare.backends.triton_any.grad_keys import keys_kernel
 from nosquare.problem import Problem
 from triton_compiled import CARDS, Taken, inputs, problem, taken, triton
@@ -82,6 +83,21 @@ def test_every_feature_fits_and_hardly_spills(name: str, feature: str) -> None:
     p, arrays = FEATURES[feature]()
     found = of_plan(p, cards.NAMED[name], *arrays)
     assert ("bias_kernel" in found) == (feature == "bias")
+
+
+@pytest.mark.parametrize(("name", "dtype", "d"), [
+    ("sm_90", torch.bfloat16, 128), ("sm_90", torch.bfloat16, 256), ("sm_80", torch.float32, 64),
+    ("sm_80", torch.float32, 256), ("gfx942", torch.bfloat16, 128),
+])  # fmt: skip
+def test_delta_summed_over_keys_fits_and_hardly_spills(
+    name: str, dtype: torch.dtype, d: int
+) -> None:
+    p = problem(d, dtype=dtype, mask="causal(end)", grads="qkv", exact_delta=True)
+    plan, card = grad_plan.plan(p, cards.NAMED[name]), cards.NAMED[name]
+    key = dict(gradients.offline(p, plan, inputs(p)))[products_kernel]
+    found = taken(products_kernel, key, card)
+    assert found.spills <= SPILLS
+    assert found.shared_bytes <= card.shared_bytes
 
 
 BY_ATOMICS = {

@@ -35,6 +35,9 @@ class Options(TypedDict, total=False):
     dropout          ns.Dropout(p, seed): replayable, the same on every backend
     deterministic    True: backward repeats bit by bit. None: as torch's deterministic mode says
     batch_invariant  True: a row's bits do not depend on what else is in the batch
+    exact_delta      True: backward sums p dp over keys where it takes rowsum(do o) else, which has
+                     the rounding of o: dq and dk of 16 bits err less, most where v has a mean
+                     (docs/log.md), for two products of pairs more than the five or seven
     check_finite     True: raise at the first number that is used and is not finite
     backend          name of the one backend that may run this; it never falls back
     """
@@ -48,11 +51,16 @@ class Options(TypedDict, total=False):
     dropout: Dropout | None
     deterministic: bool | None
     batch_invariant: bool
+    exact_delta: bool
     check_finite: bool
     backend: str | None
 
 
-_DEFAULTS = {"batch_invariant": False, "check_finite": False}  # all other options: None
+_DEFAULTS = {
+    "batch_invariant": False,
+    "exact_delta": False,
+    "check_finite": False,
+}  # all other options: None
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -212,6 +220,7 @@ def _read(options: Options) -> tuple[Spec, tuple[Any, Any, Any, Any], tuple[Tens
         get("backend"),
         deterministic,
         get("batch_invariant", False),
+        get("exact_delta", False),
     )
     seed = None if dropout is None else dropout.seed_tensor()
     own = get("bias"), get("sinks"), get("alibi"), seed

@@ -52,6 +52,7 @@ class Spec(NamedTuple):
     backend: str | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+    exact_delta: bool = False
 
 
 def check(x: Inputs, spec: Spec) -> tuple[Shape, Mask]:

@@ -130,7 +130,7 @@ _TENSORS = (
 )
 _SPEC = (
     "str mask, float? scale, float? softcap, float p, int[] offsets, str? backend, "
-    "bool deterministic, bool batch_invariant, str grads"
+    "bool deterministic, bool batch_invariant, bool exact_delta, str grads"
 )
 _LIBRARY = torch.library.Library("nosquare", "DEF")
 _LIBRARY.define(f"forward({_TENSORS}, {_SPEC}) -> (Tensor o, Tensor lse)")
@@ -142,8 +142,8 @@ _LIBRARY.define(
 def _unpack(args: tuple[Any, ...]) -> tuple[Spec, Inputs, str]:
     """The arguments of the schema as Spec, Inputs and the letters of the wanted gradients."""
     tensors, arrays, words = args[:9], args[9], args[10:]
-    spec = Spec._make((*words[:4], tuple(words[4]), *words[5:8]))
-    return spec, Inputs._make((*tensors, tuple(arrays))), words[8]
+    spec = Spec._make((*words[:4], tuple(words[4]), *words[5:9]))
+    return spec, Inputs._make((*tensors, tuple(arrays))), words[9]
 
 
 def _forward_op(*args: Any) -> tuple[Tensor, Tensor]:

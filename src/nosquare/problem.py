@@ -51,6 +51,7 @@ class Problem:
     grads: str = ""
     deterministic: bool = False
     batch_invariant: bool = False
+    exact_delta: bool = False
     aligned: bool = True
 
     @property
@@ -157,6 +158,7 @@ class Problem:
             grads=grads,
             deterministic=spec.deterministic,
             batch_invariant=spec.batch_invariant,
+            exact_delta=spec.exact_delta,
             aligned=not q.is_cuda or all(offset(t) == 0 for t in (q, k, v)),
         )
 

@@ -73,8 +73,8 @@ class Plan:
 
 
 def refusals(p: Problem) -> list[str]:
-    """Nothing: it runs whatever the package takes."""
-    return []
+    """Nothing but another delta: it runs whatever else the package takes."""
+    return ["it takes delta from o, which has been rounded"] if p.exact_delta else []
 
 
 def slower(p: Problem) -> list[str]:

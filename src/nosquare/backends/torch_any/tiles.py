@@ -136,6 +136,8 @@ def backward(
                 scratch = work.scratch(2)
                 for tile in _query_tiles(work, group):
                     rows = _renormalised(work, tile, scratch[0], _row_facts(work, tile, *facts))
+                    if problem.exact_delta:
+                        rows = _with_exact_delta(work, tile, scratch, rows)
                     _backward_tile(work, tile, scratch, rows, sums)
                 return bytes_of(scratch)
 
@@ -170,6 +172,8 @@ def _row_facts(
     do = torch.zeros_like(o) if do is None else rows(do)
     # a row that sees nothing has o = 0, and its do may hold anything: 0 * NaN must not reach dsinks
     delta = (do * o).masked_fill_(o == 0, 0).sum(-1, keepdim=True)
+    if work.problem.exact_delta:
+        delta.zero_()  # its sum is still to come
     if dlse is not None:
         delta = delta - rows(dlse)
     return _Rows(do, lse.masked_fill(lse == MINUS_INF, 0), delta)
@@ -191,6 +195,28 @@ def _renormalised(work: Work, tile: Tile, scratch: Tensor, rows: _Rows) -> _Rows
         s, _ = _scores(work, tile, j, keep, scratch)
         total += s.sub_(rows.lse).exp_().sum(-1, keepdim=True)
     return rows._replace(share=torch.where(total > 0, total, 1).reciprocal_())
+
+
+def _with_exact_delta(work: Work, tile: Tile, scratch: list[Tensor], rows: _Rows) -> _Rows:
+    """delta with the sum over keys of p dp, as which rowsum(do * o) would come without rounding."""
+    b, h, g, m = tile.shape
+    total = torch.zeros_like(rows.delta)
+    for j, keep in _key_tiles(work, tile):
+        s, _ = _scores(work, tile, j, keep, scratch[0])
+        p = s.sub_(rows.lse).exp_()
+        dp = scratch[1][: p.numel()].view_as(p)
+        torch.bmm(rows.do, _values(work, tile, j, keep).transpose(1, 2), out=dp)
+        if tile.drop is not None:
+            dp.view(b, h * g, m, j.stop - j.start).mul_(_kept(work, tile, j))
+        dp.mul_(p)
+        if isinstance(keep, Tensor):  # dp of a hidden pair may be anything
+            dp.view(b, h, g, m, -1).masked_fill_(~_grouped(keep, tile), 0)
+        total += dp.sum(-1, keepdim=True)
+    if tile.drop is not None:
+        total /= 1 - realised_rate(work.problem.p)
+    if rows.share is not None:
+        total *= rows.share
+    return rows._replace(delta=rows.delta + total)
 
 
 def _backward_tile(

@@ -1,6 +1,6 @@
 """What backward knows of rows before it begins, and what it does after it.
 
-    delta = rowsum(do * o) - dlse
+    delta = rowsum(do * o) - dlse, or sum over keys of p * dp - dlse
 
 facts, float32 (B, Hq, M) each (packed: (1, Hq, M)), contiguous along M:
     ref    -lse in the units of the scores (times log2 e where they are plain products); -inf in
@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 
 from .drops import row_keys
-from .grad_tile import LOG2E, across, head_facts, place, rows_at, weights
+from .grad_tile import (
+    LOG2E,
+    across,
+    head_facts,
+    place,
+    row_facts,
+    rows_at,
+    slopes,
+    undropped,
+    weights,
+)
 
 LARGE_LSE: tl.constexpr = tl.constexpr(
     1024.0
@@ -26,8 +36,10 @@ LARGE_LSE: tl.constexpr = tl.constexpr(
 def delta_kernel(
     o, lse, do, dlse, facts, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
     F: tl.constexpr, TILE_M: tl.constexpr, PART: tl.constexpr, HAS_DLSE: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The facts of all rows but `share`. E is gone through in parts."""
+    """The facts of all rows but `share`. E is gone through in parts. SUMMED: delta is what the
+    products kernel is still to add to."""
     b, h, i0, m, _n, q0, _k0 = place(sizes, cu, False, TILE_M, F)
     if i0 >= m:
         return
@@ -48,6 +60,8 @@ def delta_kernel(
         total += tl.sum(tl.where(out == 0.0, 0.0, out * cot), 1)
         largest = tl.maximum(largest, tl.max(tl.abs(out), 1))
     log = tl.load(lse[0] + b * lse[1] + h * lse[2] + (q0 + i) * lse[3], mask=there, other=0.0)
+    if SUMMED:
+        total = tl.zeros([TILE_M], tl.float32)
     if HAS_DLSE:
         at = dlse[0] + b * dlse[1] + h * dlse[2] + (q0 + i) * dlse[3]
         total -= tl.load(at, mask=there, other=0.0)
@@ -109,3 +123,52 @@ def share_kernel(
             total += tl.sum(tl.where(keep, p, 0.0), 1)
         share = tl.where(total > 0.0, 1.0 / total, 1.0)
     tl.store(ours[2] + i, share, mask=i < m)
+
+
+@triton.jit
+def products_kernel(
+    q, k, v, do, facts, sizes, numbers, bias, sinks, alibi, drop, mask, cu,
+    F: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Adds the sum over keys of p * dp to delta: rowsum(do * o), but for the rounding of o."""
+    b, h, i0, m, n, q0, k0 = place(sizes, cu, False, TILE_M, F)
+    if i0 >= m:
+        return
+    hk = h // sizes[3]
+    d = tl.arange(0, F.D_PAD)
+    e = tl.arange(0, F.E_PAD)
+    i = i0 + tl.arange(0, TILE_M)
+    row = (q0 + i).to(tl.int64)[:, None]
+    ours = head_facts(facts, b, h, q0)
+    ref, before, share, key0, key1 = row_facts(ours, i, m, True, F, EXACT)
+    live = (ref > float("-inf"))[:, None]  # others may hold NaN
+    q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
+    do_at = do[0] + b * do[1] + h * do[2] + row * do[3] + e[None, :]
+    q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
+    do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
+    lo, hi = F.mask.span(mask, i0, tl.minimum(i0 + TILE_M, m), m, n)
+    keys = (key0, key1)
+    if F.dropout:
+        keys = (key0[:, None], key1[:, None])
+    nothing = tl.zeros([TILE_M], tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    for j0 in range(lo // TILE_N * TILE_N, hi, TILE_N):  # dropout counts keys from such places on
+        j = j0 + tl.arange(0, TILE_N)
+        col = (k0 + j).to(tl.int64)[:, None]
+        k_at = k[0] + b * k[1] + hk * k[2] + col * k[3] + across(d, k[4], F)[None, :]
+        v_at = v[0] + b * v[1] + hk * v[2] + col * v[3] + across(e, v[4], F)[None, :]
+        k_tile = rows_at(k_at, (j < hi)[:, None], d, F.D, F.D_PAD, True)
+        v_tile = rows_at(v_at, (j < hi)[:, None], e, F.E, F.E_PAD, True)
+        j = j[None, :]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=F.precision)
+        p = weights(raw, ref[:, None], b, h, i[:, None], j, m, n, numbers, bias, alibi, F, True)
+        keep = F.mask.keep(mask, b, h, i[:, None], j, m, n) & (i < m)[:, None] & (j < hi)
+        p = tl.where(keep, p, 0.0)
+        if EXACT:
+            p = p * share[:, None]
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=F.precision)
+        _, ds = slopes(
+            p, dp, nothing[:, None], keys, keep, j0, numbers, drop, F, True, TILE_N, False
+        )
+        total += tl.sum(ds, 1)
+    tl.store(ours[1] + i, before + total * undropped(numbers, F), mask=i < m)

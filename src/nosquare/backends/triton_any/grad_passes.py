@@ -20,7 +20,7 @@ from . import compiled, sights
 from .compiled import Arguments, Count, Place, Small
 from .form import META, NOTHING, Call, lse_of, padded, rows_of
 from .grad_bias import bias_kernel
-from .grad_facts import delta_kernel, share_kernel
+from .grad_facts import delta_kernel, products_kernel, share_kernel
 from .grad_keys import keys_kernel
 from .grad_plan import (
     FACT_PART,
@@ -33,6 +33,7 @@ from .grad_plan import (
     by_keys,
     by_queries,
     planes,
+    products_side,
     room,
     sighted,
     tiles_of,
@@ -171,6 +172,10 @@ class Work:
                 (("TILE_M", SHARE[0]), ("TILE_N", SHARE[1])),
             )
         own = (q, k, v, do, facts)
+        if p.exact_delta:
+            side = products_side(p)
+            tiles = (("TILE_M", side), ("TILE_N", side), ("EXACT", int(exact)))
+            yield Step(products_kernel, tiles_of(p, p.M, side) * p.Hq, own, tiles)
         if by_keys(p, plan):
             yield from self._sight(call, "keys")
             yield self._keys(own, exact, self._told(call, "keys"))
@@ -209,6 +214,7 @@ class Work:
                 ("TILE_M", FACT_ROWS),
                 ("PART", min(padded(p.E), FACT_PART)),
                 ("HAS_DLSE", int(len(self.rows) == 4)),
+                ("SUMMED", int(p.exact_delta)),
             ),
         )
 

@@ -303,6 +303,12 @@ def tiling(p: Problem, plan: Plan) -> Tiling:
     return Tiling(p.G * tile.m, tile.n, backward=backward, source="triton_any's plan")
 
 
+def products_side(p: Problem) -> int:
+    """Of the tile of the pass that sums delta over keys: it holds rows of q, do, k and v."""
+    row = padded(max(p.D, p.E)) * p.dtype.itemsize
+    return 64 if row <= 256 else 32 if row <= 512 else 16
+
+
 def planes(p: Problem, plan: Plan) -> int:
     """Numbers of 32 bits that are kept of a row: see grad_facts.py."""
     return 2 + plan.exact + 2 * (p.p > 0)

@@ -1,6 +1,7 @@
 """Backward on the host: its workspace, its launches, the gradients in the user's shapes.
 
-facts of rows     delta, -lse, dropout's keys (grad_facts.py), once a row
+facts of rows     delta, -lse, dropout's keys (grad_facts.py), once a row; delta as a sum over
+                  keys, where that is asked, by a pass of its own
 dk, dv            keys outside, queries inside (grad_keys.py)
 dq                queries outside, keys inside (grad_queries.py); or, where the order of sums
                   may change from run to run, by atomics from the first pass
