@@ -23,6 +23,8 @@ POISONED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # these take minutes each: begun last, they would keep one processor busy and leave the others
+    items.sort(key=lambda item: "_in_the_interpreter" not in item.name)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

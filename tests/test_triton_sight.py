@@ -29,8 +29,9 @@ M, N, HEADS, BATCH = 70, 200, 2, 2
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_the_interpreter() -> None:
-    run_inside(Path(__file__), "runs")
+@pytest.mark.parametrize("group", ["masks", "runs"])
+def test_in_the_interpreter(group: str) -> None:
+    run_inside(Path(__file__), group)
 
 
 def documents(q_lengths: list[int], k_lengths: list[int], names: list[int]) -> ns.Documents:
@@ -68,6 +69,15 @@ def masks() -> dict[str, ns.Mask]:
     }
 
 
+# (entries, heads) of the cases of a mask, where it is not one of each: the interpreter is slow
+SIZES = {
+    "one long run": (BATCH, HEADS),
+    **dict.fromkeys(("lengths", "all of it", "lengths and causal"), (BATCH, 1)),
+    **dict.fromkeys(("lengths or a prefix", "pairs of an entry"), (BATCH, 1)),
+    **dict.fromkeys(("pairs of a head", "keys of a head"), (1, HEADS)),
+}
+
+
 class Tiles(NamedTuple):
     """Tiles that are gone through: with the mask, and whole ones without."""
 
@@ -75,11 +85,13 @@ class Tiles(NamedTuple):
     whole: int
 
 
-def of_tiles(mask: ns.Mask, m: int, n: int, keys: bool, partial: bool = True) -> Tiles:
+def of_tiles(
+    mask: ns.Mask, sizes: tuple[int, int], m: int, n: int, keys: bool, partial: bool = True
+) -> Tiles:
     """What there is to go through for a tile of m rows (keys: across them by tiles of n keys) or of
-    n keys, by the square of pairs. partial: rows beyond M make no tile less whole, if keys; keys
-    beyond N do, and so do both if not keys."""
-    seen = visible(mask, M, N, HEADS, (BATCH,))
+    n keys, by the square of pairs of so many entries and heads. partial: rows beyond M make no tile
+    less whole, if keys; keys beyond N do, and so do both if not keys."""
+    seen = visible(mask, M, N, sizes[1], sizes[:1])
     pad = (0, -N % n, 0, -M % m)
 
     def cut(x: Tensor, fill: bool) -> Tensor:
@@ -128,11 +140,12 @@ def visits(small: None, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, b
 
 @inside
 @pytest.mark.parametrize("name", list(masks()))
-def test_runs_are_gone_through_without_the_mask(
+def test_masks_with_runs_are_gone_through_without_looking(
     visits: Counter[tuple[str, bool]], name: str
 ) -> None:
     mask = masks()[name]
-    c = case(batch=(BATCH,), hq=HEADS, hk=1, m=M, n=N, d=8, mask=mask)
+    sizes = batch, heads = SIZES.get(name, (1, 1))
+    c = case(batch=(batch,), hq=heads, hk=1, m=M, n=N, d=8, mask=mask)
     with ns.receipts() as log:
         check(c, attention)
     assert log[0].kernels == ("sight", "attend")
@@ -140,9 +153,9 @@ def test_runs_are_gone_through_without_the_mask(
     names = ("_visit", "_queries", "_keys")
     found = {f: Tiles(visits[f, True], visits[f, False]) for f in names}
     assert found == {
-        "_visit": of_tiles(mask, 16, 16, True),
-        "_queries": of_tiles(mask, 16, 32, False),
-        "_keys": of_tiles(mask, 16, 32, True, partial=False),
+        "_visit": of_tiles(mask, sizes, 16, 16, True),
+        "_queries": of_tiles(mask, sizes, 16, 32, False),
+        "_keys": of_tiles(mask, sizes, 16, 32, True, partial=False),
     }
 
 

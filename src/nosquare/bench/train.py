@@ -1,6 +1,6 @@
 """`nosquare bench train`: a small GPT trained with nosquare's attention and with torch's.
 
-Contestants begin with the same weights and see the same batches, from two seeds each: what
+All see the same batches. Contestants begin with the same weights, from two seeds each: what
 separates their losses at an equal seed is held against what separates seeds. They take turns, some
 steps each, so that they find the card alike.
 """
@@ -28,7 +28,7 @@ from .words import NONE
 if TYPE_CHECKING:
     from rich.console import Console
 
-VERSION = 1
+VERSION = 2  # in version 1 another seed had other batches, too
 RUN = {
     "name": WORDS,
     "seed": WHOLE,
@@ -63,7 +63,7 @@ class Run:
         self.name, self.seed, self.device = name, seed, device
         torch.manual_seed(seed)
         self.model = GPT(size, gpt.attend_by(name)).to(device)
-        self.batches = gpt.batches(size, seed, steps)
+        self.batches = gpt.batches(size, 0, steps)
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
@@ -153,7 +153,8 @@ def bench_train(
     quick   a tiny model, some seconds
     keep    append the records to docs/records/<name>.jsonl
 
-    Returns 0 when contestants differ no more at an equal seed than seeds do, else 1. Raises
+    Returns 0 when contestants differ, at an equal seed, by less than twice what seeds do, else 1.
+    Two seeds say little of what chance does, so that is no close test. Raises
     ArgumentError for a device, width or number that is none; UnsupportedError without a card.
     """
     widths = [word.strip() for word in heads.split(",")]
@@ -183,11 +184,11 @@ def bench_train(
                 path = records.append(records.folder(), name, [record], SCHEMA)
             show(console, record)
             own, others = gaps(record["runs"])
-            alike = alike and own <= others
+            alike = alike and own < 2 * others
     if path is not None:
         console.print(f"\nRecords: docs/records/{path.name}")
     if not alike:
-        console.print("[red]FAILED[/red] contestants differ by more than seeds do")
+        console.print("[red]FAILED[/red] contestants differ by more than twice what seeds do")
     return 0 if alike else 1
 
 
@@ -255,12 +256,22 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """What separates the losses."""
+    """What separates the losses; of text that all see, which in version 1 is the other alone."""
     own, others = gaps(record["runs"])
-    return (
-        f"Heads of {record['head']}: in the last third, losses of the two differ by {own:.4f} from "
-        f"an equal seed, and by {others:.4f} from one seed to the other."
+    losses = {(run["name"], run["seed"]): run["validation"] for run in record["runs"]}
+    apart = [abs(losses[NAMES[0], seed] - losses[NAMES[1], seed]) for seed in SEEDS]
+    seeds = [abs(losses[name, SEEDS[0]] - losses[name, SEEDS[1]]) for name in NAMES]
+    words = (
+        f"Heads of {record['head']}: on other text the two differ by {_joined(apart)} from an "
+        f"equal seed, and seeds by {_joined(seeds)}"
     )
+    if record["schema"] == 1:
+        return f"{words}."
+    return f"{words}; in the last third of the steps by {own:.4f} and {others:.4f}."
+
+
+def _joined(gaps: Sequence[float]) -> str:
+    return " and ".join(f"{gap:.3f}" for gap in gaps)
 
 
 def said(record: Mapping[str, Any]) -> str:
