@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..api import attention
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..mask import Causal
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -121,7 +121,10 @@ class GPT(nn.Module):
 
 @cache
 def text() -> Tensor:
-    """The source of Python's standard library, uint8, in the order of its names."""
+    """The source of Python's standard library, uint8, in the order of its names.
+
+    Raises UnsupportedError where there is none.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     found, size = [], 0
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
@@ -130,6 +133,12 @@ def text() -> Tensor:
             continue
         found.append(path.read_bytes())
         size += len(found[-1])
+    if not found:
+        raise UnsupportedError(
+            "There is no text to train on: this Python has no source of its standard library.",
+            {"folder": root},
+            "a Python whose standard library is not packed into one file.",
+        )
     return torch.frombuffer(bytearray(b"".join(found)[:TEXT_BYTES]), dtype=torch.uint8)
 
 

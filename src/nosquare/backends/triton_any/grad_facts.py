@@ -91,7 +91,7 @@ def share_kernel(
     """share of all rows. Tiles without a large lse, that is all but a few of all calls, end at
     once: a bias of finfo.min over a whole row leaves lse no digit of ln N, and the weights would
     be N times too large."""
-    b, h, i0, m, n, q0, _k0 = place(sizes, cu, False, TILE_M, F)
+    b, h, i0, m, n, q0, k0 = place(sizes, cu, False, TILE_M, F)
     if i0 >= m:
         return
     i = i0 + tl.arange(0, TILE_M)
@@ -103,7 +103,7 @@ def share_kernel(
         hk = h // sizes[3]
         d = tl.arange(0, F.D_PAD)
         live = (ref > float("-inf"))[:, None]
-        row = i.to(tl.int64)[:, None]
+        row = (q0 + i).to(tl.int64)[:, None]
         q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
         q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
         total = tl.zeros([TILE_M], tl.float32)
@@ -113,7 +113,7 @@ def share_kernel(
         lo, hi = F.mask.span(mask, i0, tl.minimum(i0 + TILE_M, m), m, n)
         for j0 in range(lo, hi, TILE_N):
             j = j0 + tl.arange(0, TILE_N)
-            col = j.to(tl.int64)[:, None]
+            col = (k0 + j).to(tl.int64)[:, None]
             k_at = k[0] + b * k[1] + hk * k[2] + col * k[3] + across(d, k[4], F)[None, :]
             k_tile = rows_at(k_at, (j < hi)[:, None], d, F.D, F.D_PAD, True)
             raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=F.precision)
