@@ -306,3 +306,22 @@ def test_packed_gradients_are_those_of_calls_of_their_own() -> None:
             want[3] += each[3]
         for name, g, w in zip(("q", "k", "v", "sinks"), found, want, strict=True):
             assert torch.allclose(g.double(), w, rtol=1e-5, atol=1e-5), (name, mask)
+
+
+@inside
+@pytest.mark.usefixtures("small")
+def test_packed_rows_with_a_large_lse_are_those_of_their_own_sequence() -> None:
+    """Their weights are divided by their sum, of keys of the sequence and not of the first."""
+    cu = torch.tensor([0, 20, 57])
+    q, k, v = (rnd(57, 2, 8, seed=n) for n in (1, 2, 3))
+    do, slopes = rnd(57, 2, 8, seed=4), torch.tensor([0.5, 0.25])
+    q[20:], k[20:] = (
+        40.0 + q[20:] / 100,
+        20.0 + k[20:] / 100,
+    )  # scores of some 2,260, whose ulp is 2e-4
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    found = []
+    for backend in ("triton_any", "torch_any"):
+        o = ns.attention_varlen(*leaves, cu, cu, alibi=slopes, backend=backend)
+        found.append(torch.autograd.grad(o, leaves, do))
+    assert torch.allclose(found[0][2], found[1][2], rtol=2e-3, atol=1e-3)
