@@ -154,7 +154,7 @@ def _gradients(p: Problem) -> list[str]:
     if p.packed:
         return ["its backward takes no packed sequences"]
     if p.exact_delta:
-        return ["its backward takes delta from o, which has been rounded"]
+        return ["its backward has no exact_delta: it takes delta from o"]
     if p.deterministic and not rising(p):
         return ["later rows may see earlier keys: tiles of keys have no order of turns"]
     if plan(p) is None:

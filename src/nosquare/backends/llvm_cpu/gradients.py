@@ -74,7 +74,7 @@ class Plan:
 
 def refusals(p: Problem) -> list[str]:
     """Nothing but another delta: it runs whatever else the package takes."""
-    return ["it takes delta from o, which has been rounded"] if p.exact_delta else []
+    return ["it has no exact_delta: it takes delta from o"] if p.exact_delta else []
 
 
 def slower(p: Problem) -> list[str]:

@@ -113,7 +113,7 @@ def _common(p: Problem, phase: str) -> list[str]:
             ("width of v other than that of q and k", p.E != p.D),
             ("guarantee of batch invariance", p.batch_invariant),
             ("gradient through lse", phase == BACKWARD_LSE),
-            ("exact delta", p.exact_delta and phase != FORWARD),
+            ("exact_delta", p.exact_delta and phase != FORWARD),
             ("gradient of bias", "b" in p.grads and phase != FORWARD),
         )
         if there
