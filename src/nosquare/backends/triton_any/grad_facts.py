@@ -20,6 +20,7 @@ from .grad_tile import (
     across,
     head_facts,
     place,
+    queries_at,
     row_facts,
     rows_at,
     slopes,
@@ -141,11 +142,8 @@ def products_kernel(
     row = (q0 + i).to(tl.int64)[:, None]
     ours = head_facts(facts, b, h, q0)
     ref, before, share, key0, key1 = row_facts(ours, i, m, True, F, EXACT)
-    live = (ref > float("-inf"))[:, None]  # others may hold NaN
-    q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
-    do_at = do[0] + b * do[1] + h * do[2] + row * do[3] + e[None, :]
-    q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
-    do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
+    live = (ref > float("-inf"))[:, None]
+    q_tile, do_tile = queries_at(q, do, b, h, row, live, d, e, F)
     lo, hi = F.mask.span(mask, i0, tl.minimum(i0 + TILE_M, m), m, n)
     keys = (key0, key1)
     if F.dropout:

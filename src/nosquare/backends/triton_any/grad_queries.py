@@ -15,6 +15,7 @@ from .grad_tile import (
     across,
     head_facts,
     place,
+    queries_at,
     row_facts,
     rows_at,
     slopes,
@@ -101,11 +102,8 @@ def queries_kernel(
     here = (lo, hi, m, n)
     row = (q0 + i).to(tl.int64)[:, None]
     rows = row_facts(head_facts(facts, b, h, q0), i, m, True, F, EXACT)
-    live = (rows[0] > float("-inf"))[:, None]  # others may hold NaN
-    q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
-    do_at = do[0] + b * do[1] + h * do[2] + row * do[3] + e[None, :]
-    q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
-    do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
+    live = (rows[0] > float("-inf"))[:, None]
+    q_tile, do_tile = queries_at(q, do, b, h, row, live, d, e, F)
     k_h = (k[0] + b * k[1] + hk * k[2] + k0 * k[3], k[3], k[4])
     v_h = (v[0] + b * v[1] + hk * v[2] + k0 * v[3], v[3], v[4])
     if F.mask.looks:

@@ -75,6 +75,17 @@ def across(x, stride, F: tl.constexpr):
 
 
 @triton.jit
+def queries_at(q, do, b, h, row, live, d, e, F: tl.constexpr):
+    """Tiles of q and do, those rows alone that are live: what others hold, also NaN, is not read.
+    row: (rows, 1), counted from the start of the arrays."""
+    q_at = q[0] + b * q[1] + h * q[2] + row * q[3] + across(d, q[4], F)[None, :]
+    do_at = do[0] + b * do[1] + h * do[2] + row * do[3] + e[None, :]
+    q_tile = rows_at(q_at, live, d, F.D, F.D_PAD, True)
+    do_tile = rows_at(do_at, live, e, F.E, F.E_PAD, True)
+    return q_tile, do_tile
+
+
+@triton.jit
 def head_facts(facts, entry, h, first):
     """Pointers to what is known of the rows of a head, from row `first` on."""
     at = entry * facts[4] + h * facts[5] + first
